@@ -111,13 +111,14 @@ tags: [kernels, mixture-of-experts]
 # {name}
 
 The routed experts of Mixture-of-Experts models of transformers, in Triton, forward and backward. Made from
-`moe_kernels` {version}. Needs PyTorch 2.10, Triton 3.6 and einops. Without a GPU it computes in plain PyTorch.
+`moe_kernels` {release}. Needs PyTorch 2.10, Triton 3.6 and einops. Without a GPU it computes in plain PyTorch.
 
     from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
     replace_kernel_forward_from_hub(Qwen3MoeExperts, "MoEExperts")
-    repository = LayerRepository("OWNER/{name}", layer_name="MoEExperts", version=1)
+    name = "OWNER/{name}"
+    repository = LayerRepository(name, layer_name="MoEExperts", version={version}, trust_remote_code=[name])
     with use_kernel_mapping({{"MoEExperts": {{"cuda": repository}}}}):
         model = kernelize(model, mode=Mode.TRAINING)
 """
@@ -148,7 +149,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
         if path.endswith(".py"):
             files[path] = _NAMESPACE.sub(lambda found: found[0].replace("moe_kernels", namespace), text)
     _write(target, {"build.toml": _BUILD.format(name=name, version=version)})
-    _write(target, {"CARD.md": _CARD.format(name=name, version=__version__)})
+    _write(target, {"CARD.md": _CARD.format(name=name, version=version, release=__version__)})
     _write(target / "torch-ext" / package, files)
     if build:
         variant = target / "build" / "torch-universal"

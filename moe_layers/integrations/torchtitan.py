@@ -98,9 +98,15 @@ class FusedRoutedExperts(RoutedExperts):
         return fused_experts(tokens, weights, permutation, w_up, w_down, activation=_ACTIVATION).view(x_BLD.shape)
 
 
-@override(target=GroupedExperts.Config, exact=True, description="Experts by moe_kernels.")
+@override(target=GroupedExperts.Config, description="Experts by moe_kernels.")
 def grouped_experts(cfg: Any) -> Any:
-    """Replace the experts' configuration by that of `FusedExperts`."""
+    """Replace the experts' configuration by that of `FusedExperts`.
+
+    Raises:
+        ValueError: they are not torchtitan's own SwiGLU experts.
+    """
+    if type(cfg) is not GroupedExperts.Config:
+        raise ValueError(f"grouped_experts: experts must be GroupedExperts, got {type(cfg).__qualname__}")
     return _experts(cfg)
 
 

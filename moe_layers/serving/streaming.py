@@ -19,9 +19,9 @@ from ..checkpoint.layer.save import layer_tensors, layout_to_write, prefix_of
 from ..checks import check_kind
 from ..experts.lora.adapters import active_adapters, joined
 from ..experts.lora.merging import add_adapters
-from ..experts.stored import QuantizedExperts
+from ..experts.stored import QuantizedExperts, stored
 from .engines import check_engine, check_layout, engine_layout
-from .values import LayerValue, Reader, Value, gathered, whole_layer
+from .values import LayerValue, Reader, Value, gathered, own_memory, peft_class
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
 _SCALES = "_scale_inv"
@@ -49,12 +49,13 @@ def iter_weights(
 
     Raises:
         ValueError: the layout is unknown, or the engine has no loader for this architecture; the model holds a
-            transformers model below other modules; experts or tensors are missing here; an adapter is not plain LoRA;
-            or weights are in another quantised format.
+            transformers model below other modules; experts or tensors are missing here, FSDP1 or DeepSpeed shares
+            them; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
     check_layout(layout)
     root: Any = _unwrapped(model)
+    _check_whole(root)
     config = _config_of(root)
     expected = None
     if layout != "huggingface" and config is not None:
@@ -123,9 +124,9 @@ class _Stream:
         chosen = None
         if self.layout != "huggingface":
             chosen = engine_layout(self.layout, _model_type(layer, self.config))
-        state = _layer_state(value.name, layer, self.reader.keep_quantized)
-        kept = state["experts.w_up"]
-        target = layout_to_write(layer, chosen, kept if isinstance(kept, QuantizedExperts) else None)
+        state = _LayerState(value.name, layer, self.reader.keep_quantized)
+        is_kept = self.reader.keep_quantized and isinstance(layer.experts.w_up, QuantizedExperts)
+        target = layout_to_write(layer, chosen, layer.experts.w_up if is_kept else None)
         prefix = prefix_of(layer, f"{value.name}." if value.name else "")
         check_names(prefix, target)
         yield from layer_tensors(layer, state, target, prefix)
@@ -172,34 +173,47 @@ def _memory_layout(experts: Any) -> str:
     return "transposed" if getattr(experts, "is_transposed", False) else "fused"
 
 
-def _layer_state(name: str, layer: Any, keep_quantized: bool) -> dict[str, Any]:
-    """Return the whole tensors of a layer of this package, with its active adapters added to the experts' weights."""
-    experts = layer.experts
-    state: dict[str, Any] = whole_layer(layer)
-    adapters = joined([factors for factors, _ in active_adapters(experts.lora, gathered)])
-    for projection in ("up", "down"):
-        key = f"experts.w_{projection}"
-        weight = getattr(experts, f"w_{projection}")
-        changes = adapters is not None and getattr(adapters, f"{projection}_a") is not None
+class _LayerState(dict[str, Any]):
+    """Whole tensors of a layer. Weights of the experts are read when they are asked for, and only the last is kept."""
+
+    def __init__(self, name: str, layer: Any, keep_quantized: bool):
+        self.experts, self.keep_quantized = layer.experts, keep_quantized
+        if (held := len(stored(self.experts.w_down))) != layer.config.num_experts:
+            raise ValueError(
+                f"iter_weights: {name} must hold all {layer.config.num_experts} experts, got {held}; share them by "
+                "ExpertParallel, whose experts are gathered, instead of keep_local_experts"
+            )
+        self.adapters = joined([factors for factors, _ in active_adapters(self.experts.lora, gathered)])
+        if keep_quantized and self.adapters is not None and isinstance(self.experts.w_down, QuantizedExperts):
+            raise ValueError(
+                f"iter_weights: keep_quantized takes no adapters, got some in {name}; merge_lora(requantize=True) "
+                "adds them to the stored weights"
+            )
+        read_later = ("experts.w_", "experts.lora.")
+        state = {n: tensor for n, tensor in layer.state_dict().items() if not n.startswith(read_later)}
+        super().__init__((n, gathered(n, tensor)) for n, tensor in state.items())
+        self.last: tuple[str, Any] = "", None
+
+    def __missing__(self, name: str) -> Any:
+        if self.last[0] != name:
+            self.last = "", None  # first, to free it
+            self.last = name, self._read(name)
+        return self.last[1]
+
+    def _read(self, name: str) -> Any:
+        """Return a weight of the experts, with the active adapters added."""
+        projection = name.removeprefix("experts.w_")
+        weight = getattr(self.experts, f"w_{projection}")
+        tensor: Any
         if isinstance(weight, QuantizedExperts):
-            if changes and keep_quantized:
-                raise ValueError(
-                    f"iter_weights: keep_quantized takes no adapters, got some in {name}; merge_lora(requantize=True) "
-                    "adds them to the stored weights"
-                )
-            whole = QuantizedExperts(weight.weight(gathered, key), weight.dtype)
-            state[key] = whole if keep_quantized else whole.dequantize()
-        if changes:
-            assert adapters is not None
-            state[key] = state[key].clone()
-            add_adapters(state[key], adapters, projection)
-    held = len(state["experts.w_down"])
-    if held != layer.config.num_experts:
-        raise ValueError(
-            f"iter_weights: {name} must hold all {layer.config.num_experts} experts, got {held}; share them by "
-            "ExpertParallel, whose experts are gathered, instead of keep_local_experts"
-        )
-    return state
+            whole = QuantizedExperts(weight.weight(gathered, name), weight.dtype)
+            tensor = whole if self.keep_quantized else whole.dequantize()
+        else:
+            tensor = gathered(name, weight)
+        if self.adapters is not None and getattr(self.adapters, f"{projection}_a") is not None:
+            tensor = own_memory(tensor, stored(weight))
+            add_adapters(tensor, self.adapters, projection)
+        return tensor
 
 
 def _model_type(layer: Any, config: Any) -> str | None:
@@ -229,7 +243,7 @@ def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:
 def _unwrapped(model: Any) -> nn.Module:
     """Return the model inside PEFT, torch.compile and DistributedDataParallel."""
     while True:
-        if type(model).__module__.startswith("peft."):
+        if peft_class(model) is not None:
             model = model.get_base_model()
         elif hasattr(model, "_orig_mod"):
             model = model._orig_mod
@@ -237,6 +251,22 @@ def _unwrapped(model: Any) -> nn.Module:
             model = model.module
         else:
             return model
+
+
+def _check_whole(root: nn.Module) -> None:
+    """Raise ValueError if ranks share parameters in a way that is not read here."""
+    for name, module in root.named_modules():
+        if hasattr(module, "_fsdp_wrapped_module"):
+            kind = type(module).__name__
+            raise ValueError(
+                f"iter_weights: ranks must share by FSDP2, got {kind} as {name or 'model'}; use fully_shard"
+            )
+    for name, parameter in root.named_parameters():
+        if getattr(parameter, "ds_shape", parameter.shape) != parameter.shape:
+            raise ValueError(
+                f"iter_weights: parameters must be whole, got {name} partitioned by DeepSpeed; enter "
+                "deepspeed.zero.GatheredParameters(model.parameters()) first"
+            )
 
 
 def _config_of(root: Any) -> Any:

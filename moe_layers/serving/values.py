@@ -64,7 +64,7 @@ class Reader(NamedTuple):
     ) -> Iterator[Value | LayerValue]:
         if isinstance(module, MoEFeedForward):
             yield LayerValue(path, module)
-        elif isinstance(module, nn.Module) and type(module).__module__.startswith("peft.") and _is_wrapper(module):
+        elif isinstance(module, nn.Module) and peft_class(module) is not None and _is_wrapper(module):
             inner, added = _unwrapped(module, path)
             merged = {name: [*changes.get(name, ()), *adapters] for name, adapters in added.items()}
             yield from self._walk(inner, path, {**changes, **merged}, seen)
@@ -81,10 +81,11 @@ class Reader(NamedTuple):
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         temporary = module._non_persistent_buffers_set
         held |= {n: b for n, b in module._buffers.items() if b is not None and n not in temporary}
-        for name, chain in getattr(module, "parametrizations", {}).items():
+        computed: Any = getattr(module, "parametrizations", {})
+        for name, chain in computed.items():
             yield from self._parametrised(module, path, name, chain, changes)
-        down = held.get("down_proj", getattr(module, "down_proj", None))
-        experts = module if isinstance(down, Tensor) and down.dim() == 3 else None
+        down = held.get("down_proj")
+        experts = module if "down_proj" in computed or (down is not None and down.dim() == 3) else None
         for name, tensor in held.items():
             if id(tensor) in seen:  # tied
                 continue
@@ -99,14 +100,15 @@ class Reader(NamedTuple):
             else:
                 read = partial(self._plain, full, tensor)
             holder = experts if name.removesuffix(_SCALES).removesuffix("_bias") in _EXPERTS else None
-            yield self._changed(full, read, changes.get(name), holder)
+            yield self._changed(full, read, changes.get(name), holder, tensor)
 
     def _parametrised(
         self, module: Any, path: str, name: str, chain: Any, changes: Mapping[str, list[LowRank]]
     ) -> Iterator[Value]:
         full = _join(path, name)
         if not self.keep_quantized:
-            yield self._changed(full, lambda: _whole(full, getattr(module, name)), changes.get(name), module)
+            read = partial(_computed, full, module, name)
+            yield self._changed(full, read, changes.get(name), module, next(chain.parameters()))
             return
         if len(chain) != 1 or type(chain[0]).__name__ != "StoredMxfp4" or changes.get(name):
             raise ValueError(
@@ -115,10 +117,12 @@ class Reader(NamedTuple):
         yield Value(f"{full}_blocks", partial(_whole, full, chain.original))
         yield Value(f"{full}_scales", partial(_whole, full, chain[0].scales))
 
-    def _changed(self, name: str, read: Callable[[], Tensor], changes: list[LowRank] | None, experts: Any) -> Value:
+    def _changed(
+        self, name: str, read: Callable[[], Tensor], changes: list[LowRank] | None, experts: Any, held: Tensor
+    ) -> Value:
         if not changes:
             return Value(name, read, experts)
-        return Value(name, lambda: _add(name, read(), changes), experts)
+        return Value(name, lambda: _add(name, own_memory(read(), held), changes), experts)
 
     def _plain(self, name: str, tensor: Any) -> Tensor:
         if type(tensor).__name__ == "Params4bit" and not self.keep_quantized:
@@ -135,15 +139,18 @@ class Reader(NamedTuple):
             )
         return tensor
 
-    def _dequantized(self, name: str, numbers: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    def _dequantized(self, full: str, numbers: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
         if block is None or numbers.dtype != torch.float8_e4m3fn:
             raise ValueError(
-                f"iter_weights: {name} must be float8_e4m3fn with scales of blocks, got {numbers.dtype} with "
+                f"iter_weights: {full} must be float8_e4m3fn with scales of blocks, got {numbers.dtype} with "
                 f"block_size={block}; pass keep_quantized=True"
             )
-        rows, columns = block
-        whole = dequantize_float8(_whole(name, numbers), _whole(name, scales), (rows, columns), name)
-        return whole.to(self.dtype)
+        numbers, scales = _whole(full, numbers), _whole(full, scales)
+        out = torch.empty_like(numbers, dtype=self.dtype)
+        by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
+        for matrix, stored, scale in by_expert:  # the numbers and scales in float32 are larger than the result
+            matrix.copy_(dequantize_float8(stored, scale, block, full))
+        return out
 
 
 def _join(path: str, name: str) -> str:
@@ -160,14 +167,18 @@ def _whole(name: str, tensor: Any) -> Tensor:
     return tensor
 
 
-def whole_layer(layer: MoEFeedForward) -> dict[str, Tensor]:
-    """Return the state dict of a layer, gathered from all ranks."""
-    return {name: _whole(name, tensor) for name, tensor in layer.state_dict().items()}
+def _computed(full: str, module: nn.Module, name: str) -> Tensor:
+    return _whole(full, getattr(module, name))
 
 
 def gathered(name: str, tensor: Tensor) -> Tensor:
     """Return a parameter of all ranks; a `local_share` that is no share."""
     return _whole(name, tensor)
+
+
+def peft_class(module: nn.Module) -> str | None:
+    """Return the name of the class of PEFT that a module is of. FSDP2 derives classes from those of modules."""
+    return next((kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")), None)
 
 
 def _is_wrapper(module: nn.Module) -> bool:
@@ -180,7 +191,7 @@ def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRan
     Raises:
         ValueError: it changes more than weights by plain LoRA.
     """
-    kind = type(module).__name__
+    kind = peft_class(module)
     if hasattr(module, "original_module"):
         if kind != "ModulesToSaveWrapper":
             raise ValueError(f"iter_weights: {path} must be plain LoRA, got {kind}; call merge_and_unload first")
@@ -202,23 +213,29 @@ def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRan
     return module.base_layer, {name: [LowRank(module, adapter) for adapter in adapters]}
 
 
+def own_memory(tensor: Tensor, held: Any) -> Tensor:
+    """Return a tensor that may be overwritten: a copy if it is the memory of the parameter `held` itself."""
+    local = held.to_local() if is_dtensor(held) else held
+    return tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
+
+
 def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
-    """Return the weight plus its adapters, computed in float32 (float64 stays) and rounded once."""
-    dtype, out = torch.promote_types(weight.dtype, torch.float32), torch.empty_like(weight)
+    """Add adapters to a weight in its memory, in float32 (float64 stays), and round once."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
     factors = [(*_factors(name, change), change.wrapper.scaling[change.adapter]) for change in changes]
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
     for number, matrix in enumerate(matrices):
         total = matrix.to(dtype)
         for left, right, scale in factors:
             total = total + scale * (left[number].to(dtype) @ right[number].to(dtype))
-        (out if weight.dim() == 3 else out.unsqueeze(0))[number].copy_(total)
-    return out
+        matrix.copy_(total)
+    return weight
 
 
 def _factors(name: str, change: LowRank) -> tuple[Tensor, Tensor]:  # [E, rows, r] and [E, r, columns]
     wrapper, adapter = change
     a, b = (_whole(name, factor[adapter].weight) for factor in (wrapper.lora_A, wrapper.lora_B))
-    if type(wrapper).__name__ != "ParamWrapper" or wrapper.num_experts == 1:
+    if peft_class(wrapper) != "ParamWrapper" or wrapper.num_experts == 1:
         return b.unsqueeze(0), a.unsqueeze(0)
     a = a.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
     b = b.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]

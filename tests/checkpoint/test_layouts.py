@@ -3,7 +3,7 @@ import itertools
 import pytest
 import torch
 
-from moe_layers.checkpoint.files.layouts import LAYOUTS, Sizes, copy_expert, find_layout
+from moe_layers.checkpoint.files.layouts import LAYOUTS, Sizes, find_layout
 
 SIZES = Sizes(num_experts=3, d_ff=5, d_model=7)
 

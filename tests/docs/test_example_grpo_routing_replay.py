@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from moe_layers import RoutingReplay
-from moe_layers.integrations.transformers import enable
 from moe_layers.serving import iter_weights, pack
 
 from . import examples  # noqa: F401  # puts the examples on the path
 
 pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
+
+from moe_layers.integrations.transformers import enable
 
 example = import_module("grpo_routing_replay")
 

@@ -27,14 +27,29 @@ def llama_factory():
         def register(self, method_name="__call__"):
             return lambda function: registry[self.name].setdefault(method_name, function)
 
-        def __call__(self, *arguments, **options):
-            return registry[self.name]["__call__"](*arguments, **options)
+        def __getitem__(self, method_name):
+            return registry[self.name][method_name]
 
-    return {"llamafactory.v1.plugins.model_plugins.kernels.interface": {"KernelPlugin": KernelPlugin}}
+        def __call__(self, *arguments, **options):
+            return self["__call__"](*arguments, **options)
+
+    def main():
+        command = sys.argv.pop(1)
+        assert command == "sft"
+        importlib.import_module("llamafactory.v1.trainers.sft_trainer").run_sft()
+
+    return {
+        "llamafactory.v1.plugins.model_plugins.kernels.interface": {"KernelPlugin": KernelPlugin},
+        "llamafactory.v1.launcher": {"main": main},
+    }
 
 
 def ms_swift():
     return {"swift": {}}
+
+
+def verl():
+    return {"verl": {}}
 
 
 def veomni():
@@ -85,6 +100,7 @@ FRAMEWORKS = {
     "axolotl": ("axolotl", "0.19.0", "axolotl", axolotl),
     "llama_factory": ("llamafactory", "0.9.5", "llamafactory", llama_factory),
     "ms_swift": ("ms-swift", "4.6.0", "swift", ms_swift),
+    "verl": ("verl", "0.9.1", "verl", verl),
     "veomni": ("veomni", "0.1.12", "veomni", veomni),
 }
 

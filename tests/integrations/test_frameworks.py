@@ -1,15 +1,17 @@
-"""The modules for axolotl, LLaMA-Factory, ms-swift and VeOmni, with the frameworks or stand-ins for them.
+"""The modules for axolotl, LLaMA-Factory, ms-swift, verl and VeOmni, with the frameworks or stand-ins for them.
 
 The lines of configuration are those of `docs/guides/frameworks.md`.
 """
 
 import importlib
+import sys
 import types
 from functools import partial
 
 import pytest
 import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from moe_kernels import reference
 from moe_layers.integrations.transformers import enable
@@ -83,6 +85,23 @@ def test_llama_factory(monkeypatch):
         module.enable_experts(model, include_kernels="auto")
 
 
+def test_the_script_for_llama_factory(monkeypatch):
+    """It trains, in a process that knows the name."""
+    module = install("llama_factory", monkeypatch)
+    script = next(block.text for block in blocks_of(PAGE) if block.needs == "llamafactory")
+    trained = []
+
+    def run_sft():
+        trained.append((sys.argv, module.KernelPlugin("moe_layers")["__call__"]))
+
+    trainer = types.ModuleType("llamafactory.v1.trainers.sft_trainer")
+    trainer.run_sft = run_sft
+    monkeypatch.setitem(sys.modules, trainer.__name__, trainer)
+    monkeypatch.setattr(sys, "argv", ["train.py", "sft", "run.yaml"])
+    exec(script, {"__name__": "__main__"})
+    assert trained == [(["train.py", "run.yaml"], module.enable_experts)]
+
+
 @pytest.mark.parametrize("part", ["mlp", "mlp.experts"])
 @pytest.mark.parametrize("name", ["llama_factory", "axolotl"])
 def test_a_half_enabled_model_is_refused(name, part, monkeypatch):
@@ -99,20 +118,38 @@ def test_a_half_enabled_model_is_refused(name, part, monkeypatch):
     assert model.config._experts_implementation == NAME
 
 
+def compare_with_enable(load, tmp_path):
+    """Compare a model that was loaded from a folder with an enabled one."""
+    model = build("qwen3_moe")
+    model.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config._experts_implementation == NAME
+    enable(model)
+    assert torch.equal(loaded(input_ids=draw_tokens(model)).logits, model(input_ids=draw_tokens(model)).logits)
+
+
 def test_ms_swift(monkeypatch, tmp_path):
     """The string of the command is known to transformers, which loads the model with it."""
-    import transformers
-
     lines = next(block.text for block in blocks_of(PAGE) if "--experts_impl" in block.text)
     words = lines.split()
     name = words[words.index("--experts_impl") + 1]
     imported = install("ms_swift", monkeypatch).__name__
     assert f'echo "import {imported}" > plugin.py' in lines
-    model = build("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=name)
-    enable(model)
-    assert torch.equal(loaded(input_ids=draw_tokens(model)).logits, model(input_ids=draw_tokens(model)).logits)
+    compare_with_enable(partial(AutoModelForCausalLM.from_pretrained, experts_implementation=name), tmp_path)
+
+
+def test_verl(monkeypatch, tmp_path):
+    """Its FSDP engine imports a library, sets attributes of the configuration, and loads the model with it."""
+    settings = settings_of("actor_rollout_ref")["actor_rollout_ref"]["model"]
+    assert settings["external_lib"] == install("verl", monkeypatch).__name__
+
+    def load(folder):
+        config = AutoConfig.from_pretrained(folder)
+        for name, value in settings["override_config"].items():
+            setattr(config, name, value)
+        return AutoModelForCausalLM.from_pretrained(folder, config=config)
+
+    compare_with_enable(load, tmp_path)
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])

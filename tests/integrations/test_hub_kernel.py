@@ -3,6 +3,7 @@
 import ast
 import copy
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -29,13 +30,26 @@ def test_files_are_those_of_the_builder(folder):
     assert suffixes == {"py", "json", "c"} and all(f'"{suffix}"' in settings for suffix in suffixes)
 
 
+def test_the_card_names_repository_and_version(tmp_path):
+    kernels = pytest.importorskip("kernels", minversion="0.12", reason="kernels is not installed")
+    folder = write_kernel(tmp_path / "new", name="our-experts", version=3)
+    assert 'name = "our-experts"\nversion = 3\n' in (folder / "build.toml").read_text()
+    card = (folder / "CARD.md").read_text()
+    lines = [line.removeprefix("    ") for line in card.splitlines() if line.startswith("    ")]
+    names = ("LayerRepository", "kernelize", "replace_kernel_forward_from_hub", "use_kernel_mapping")
+    with mock.patch.multiple(kernels, **dict.fromkeys(names, mock.DEFAULT)) as mocks:
+        exec("\n".join(lines), {"model": None})
+    arguments = {"layer_name": "MoEExperts", "version": 3, "trust_remote_code": ["OWNER/our-experts"]}
+    mocks["LayerRepository"].assert_called_once_with("OWNER/our-experts", **arguments)
+
+
 def test_only_dependencies_of_the_hub_are_imported(folder):
     for path in folder.rglob("*.py"):
         # Triton's interpreter computes with NumPy.
         allowed = ALLOWED | sys.stdlib_module_names | ({"numpy"} if path.name == "triton.py" else set())
         source = path.read_text()
         assert "torch.ops.moe_kernels" not in source and '"moe_kernels::' not in source, path
-        for node in ast.walk(ast.parse(source, feature_version=(3, 10))):
+        for node in ast.walk(ast.parse(source, feature_version=(3, 9))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module]

@@ -2,16 +2,17 @@
 
 import importlib
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..markdown import blocks_of
-from ..processes import ROOT, gloo_group
+from ..processes import ROOT, gloo_group, make_test
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("default::pytest.PytestWarning")]
@@ -59,11 +60,15 @@ def pair(folder_groups, **changes):
     for parameter in own.parameters():
         nn.init.normal_(parameter, std=0.5)
     ours = GroupedExperts(4, make_config(**changes), None, folder_groups)
-    with torch.no_grad():
-        for name, linear in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
-            for number, expert in enumerate(own.local_experts):
-                getattr(ours, name)[number].copy_(getattr(expert, linear).weight)
+    copy_weights(own, ours)
     return own, ours
+
+
+@torch.no_grad()
+def copy_weights(own, ours):
+    for name, linear in (("weight1", "linear_fc1"), ("weight2", "linear_fc2")):
+        for number, expert in enumerate(own.local_experts):
+            getattr(ours, name)[number].copy_(getattr(expert, linear).weight)
 
 
 def step(experts, run=None):
@@ -125,6 +130,68 @@ def test_a_whole_layer_by_its_spec(tmp_path, monkeypatch):
         assert layer.experts.weight1.grad.any() and layer.router.weight.grad.any()
 
 
+def as_list(tensor, as_numpy=False, record_stream=False):
+    return tensor.tolist() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+# Megatron moves its routers to the current device, and copies numbers of tokens from there on a stream.
+@mock.patch.multiple(
+    "torch.cuda", current_device=lambda: "cpu", Stream=mock.MagicMock(), current_stream=mock.MagicMock()
+)
+@mock.patch("torch.cuda.stream", nullcontext)
+@mock.patch("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu", as_list)
+@mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True)  # of transformer_engine
+def expert_parallel(device):
+    """Two ranks hold two experts each, and weights' gradients go to `main_grad`."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLPSubmodules
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from moe_layers.integrations.megatron import GroupedExperts
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    made = ProcessGroupCollection.use_mpu_process_groups()
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    own_spec = ModuleSpec(module=SequentialMLP, submodules=linears)
+    for dispatcher in ("allgather", "alltoall"):
+        settings = {"moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
+        layers = []
+        for experts, fused in ((own_spec, False), (GroupedExperts, True)):
+            torch.manual_seed(0)
+            config = make_config(gradient_accumulation_fusion=fused, **settings)
+            layers.append(MoELayer(config, MoESubmodules(experts=experts), pg_collection=made))
+        own, ours = layers
+        ours.router.load_state_dict(own.router.state_dict())
+        copy_weights(own.experts, ours.experts)
+        assert compare_shards(own.experts, ours.experts) == 6
+        for weight in ours.experts.parameters():
+            assert weight.shape[0] == 2 and not weight.allreduce
+            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        tokens = torch.randn(
+            6, 2, SIZES["hidden_size"], generator=torch.Generator().manual_seed(distributed.get_rank())
+        )
+        outs = []
+        for layer in layers:
+            for _ in range(2):
+                out, bias = layer(tokens)
+                assert bias is None
+                out.square().sum().backward()
+            outs.append((out.detach(), layer.router.weight.grad))
+        torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
+        for weight, linear in ((ours.experts.weight1, "linear_fc1"), (ours.experts.weight2, "linear_fc2")):
+            assert weight.grad_added_to_main_grad
+            torch.testing.assert_close(weight.main_grad, gradients(own.experts, linear), rtol=1e-5, atol=1e-5)
+    parallel_state.destroy_model_parallel()
+
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test computes on CPUs, with gloo")
+test_two_processes = on_cpu(make_test([expert_parallel], 2))
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 def test_gradients_accumulate_in_main_grad(delayed, tmp_path):
     """Over two backward passes, in float32; the gradients that Megatron's hooks see are not added again."""
@@ -174,26 +241,32 @@ def test_delayed_gradients_without_main_grad(tmp_path):
         torch.testing.assert_close(ours.weight1.grad, gradients(own, "linear_fc1"), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("gated", [True, False])
-def test_sharded_state_dicts_are_those_of_megatron(gated, tmp_path):
-    """Each shard has the key, global shape, offset and values of one of Megatron's."""
+def compare_shards(own, ours):
+    """Return the number of shards of this rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.dist_checkpointing.utils import nested_values
 
+    found = []
+    for experts in (own, ours):
+        state = experts.sharded_state_dict("decoder.layers.0.mlp.experts.", ((0, 1, 2),))
+        apply_factories(state)
+        shards = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
+        found.append({(s.key, s.global_offset): s for s in shards})
+    assert found[0].keys() == found[1].keys()
+    for key, expected in found[0].items():
+        actual = found[1][key]
+        assert actual.global_shape == expected.global_shape and actual.prepend_axis_num == expected.prepend_axis_num
+        assert actual.axis_fragmentations == expected.axis_fragmentations
+        assert actual.replica_id == expected.replica_id and torch.equal(actual.data, expected.data)
+    return len(found[0])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_sharded_state_dicts_are_those_of_megatron(gated, tmp_path):
+    """Each shard has the key, global shape, offset and values of one of Megatron's."""
     with groups(tmp_path) as made:
         own, ours = pair(made, gated_linear_unit=gated, activation_func=functional.silu)
-        found = []
-        for experts in (own, ours):
-            state = experts.sharded_state_dict("decoder.layers.0.mlp.experts.", ((0, 1, 2),))
-            apply_factories(state)
-            shards = [value for value in nested_values(state) if isinstance(value, ShardedTensor)]
-            found.append({(s.key, s.global_offset): s for s in shards})
-        assert found[0].keys() == found[1].keys() and len(found[0]) == (12 if gated else 8)
-        for key, expected in found[0].items():
-            actual = found[1][key]
-            assert actual.global_shape == expected.global_shape and actual.prepend_axis_num == expected.prepend_axis_num
-            assert actual.axis_fragmentations == expected.axis_fragmentations
-            assert actual.replica_id == expected.replica_id and torch.equal(actual.data, expected.data)
+        assert compare_shards(own, ours) == (12 if gated else 8)
         state = ours.sharded_state_dict("experts.")
         for weight, factory in zip(ours.parameters(), state.values(), strict=True):
             parts = [shard.data for shard in factory.build()]

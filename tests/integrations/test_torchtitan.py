@@ -8,20 +8,23 @@ own experts, and put a plain causal attention into both models.
 import importlib
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from torch import distributed
 from torch.nn import functional
 
-from ..processes import make_test
+from ..markdown import blocks_of
+from ..processes import ROOT, make_test
 
 pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")
 TARGET = "moe_layers.integrations.torchtitan"
 
 
-def attention(self, q, k, v, *, attention_masks=None, scale=None, enable_gqa=False, **_):  # [B, L, N, H]
-    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+def attention(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, scale=None, enable_gqa=False, **_):
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     return out.transpose(1, 2)
 
@@ -51,16 +54,17 @@ def make_config(name):
     return config
 
 
-def make_model(name, target=None):
+def make_model(name, target=None, shard=lambda config: None, device="cpu"):
     from torchtitan.config.override import OverrideConfig, apply_overrides
 
     config = make_config(name)
+    shard(config)
     if target is not None:
         lines = apply_overrides(OverrideConfig(imports=[f"{TARGET}.{target}"]), config)
         assert len(lines) == sum(layer.moe is not None for layer in config.layers)
     torch.manual_seed(0)
-    model = config.build()
-    model.init_states(buffer_device=torch.device("cpu"))
+    model = config.build().to(device)
+    model.init_states(buffer_device=torch.device(device))
     return model
 
 
@@ -159,49 +163,146 @@ def test_another_dispatcher_keeps_its_steps():
     torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-6)
 
 
-def expert_parallel(device):
-    """torchtitan's all-to-all brings the rows of both ranks; each computes half of the experts."""
-    from torch.distributed.device_mesh import init_device_mesh
+def make_parallel(target, device, dims, parallelism):
+    """Return a model that torchtitan itself has sharded."""
+    from torch.distributed.fsdp import FSDPModule
+    from torchtitan.config import CompileConfig, TrainingConfig
+    from torchtitan.models.qwen3.parallelize import parallelize_qwen3
+    from torchtitan.models.qwen3.sharding import set_qwen3_sharding_config
+
+    def shard(config):
+        set_qwen3_sharding_config(config, enable_sp=True, enable_ep=dims.ep > 1)
+
+    model = parallelize_qwen3(
+        make_model("qwen3", target, shard, device),
+        parallel_dims=dims,
+        training=TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32"),
+        parallelism=parallelism,
+        compile_config=CompileConfig(),
+        ac_config=None,
+        dump_folder="",
+    )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    return model
+
+
+def step_on_ranks(model, dims, device):
+    """Return the logits and the gradients of all ranks, those of `w13` under torchtitan's names."""
+    tokens = torch.randint(0, 2048, (2, 8), generator=torch.Generator().manual_seed(0)).to(device)
+    if dims.dp_shard > 1:
+        tokens = tokens[distributed.get_rank()].unsqueeze(0)
+    logits = whole(model(tokens, torch.arange(8, device=device).expand(len(tokens), -1)))
+    logits.square().sum().backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = whole(parameter.grad)
+        if name.endswith("w13"):
+            for half, other in enumerate(("w1_EFD", "w3_EFD")):
+                gradients[name.replace("w13", other)] = gradient[:, :, half]
+        else:
+            gradients[name] = gradient
+    return logits.detach(), gradients
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@mock.patch("torchtitan.models.common.attention.FlexAttention.forward", attention)
+@mock.patch.multiple(torch, _grouped_mm=grouped_mm)
+@mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor)
+def compare_parallel(device, tensor_parallel, expert_parallel):
+    from torchtitan.components.checkpoint import ModelWrapper
+    from torchtitan.config import ParallelismConfig
+    from torchtitan.distributed import ParallelDims, parallel_dims
     from torchtitan.distributed.utils import set_spmd_backend
 
-    from moe_layers.integrations.torchtitan import moe
+    parallelism = ParallelismConfig(
+        tensor_parallel_degree=tensor_parallel,
+        expert_parallel_degree=expert_parallel,
+        spmd_backend="partial_dtensor",  # the others need a newer PyTorch
+    )
+    set_spmd_backend(parallelism.spmd_backend)
+    dims = ParallelDims.from_config(parallelism, 2)
+    with mock.patch.object(parallel_dims, "device_type", device.type):
+        dims.build_mesh()
+    own = make_parallel(None, device, dims, parallelism)
+    state = ModelWrapper(own).state_dict()
+    expected = step_on_ranks(own, dims, device)
+    for target in ("moe", "grouped_experts"):
+        ours = make_parallel(target, device, dims, parallelism)
+        held = ModelWrapper(ours)
+        assert held.state_dict().keys() == state.keys()
+        held.load_state_dict(state)
+        for name, tensor in held.state_dict().items():
+            assert getattr(tensor, "placements", None) == getattr(state[name], "placements", None), name
+            assert torch.equal(whole(tensor), whole(state[name])), name
+        if target == "moe":
+            assert ours.layers["0"].moe.routed_experts.is_local == (expert_parallel == 1)
+        logits, gradients = step_on_ranks(ours, dims, device)
+        torch.testing.assert_close(logits, expected[0], rtol=1e-5, atol=1e-5)
+        assert gradients.keys() == expected[1].keys()
+        for name, gradient in expected[1].items():
+            size = gradient.abs().max().item()
+            torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=1e-5 * size + 1e-7, msg=name)
 
-    set_spmd_backend("default")
-    mesh = init_device_mesh(device.type, (2,), mesh_dim_names=("ep",))
-    config = make_config("qwen3").layers[0].moe
-    layers = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        layer = moe(config).build().to(device)
-        layer.init_states(buffer_device=device)
-        layers.append(layer)
-    one, many = layers
-    routed, rank = many.routed_experts, mesh.get_local_rank()
-    for name, weight in list(routed.inner_experts.named_parameters()):
-        setattr(routed.inner_experts, name, torch.nn.Parameter(weight.detach().chunk(2)[rank].clone()))
-    routed.token_dispatcher.wire_meshes(ep_mesh=mesh["ep"])
-    assert one.routed_experts.is_local and not routed.is_local
-    x = torch.randn(2, 2, 6, 256, generator=torch.Generator().manual_seed(1)).to(device)
-    out = many(x[rank])
-    torch.testing.assert_close(out, one(x[rank]), rtol=1e-5, atol=1e-6)
-    one.zero_grad()
-    (one(x[0]).sum() + one(x[1]).sum()).backward()
-    out.sum().backward()
-    for name, weight in routed.inner_experts.named_parameters():
-        expected = one.routed_experts.inner_experts.get_parameter(name).grad.chunk(2)[rank]
-        torch.testing.assert_close(weight.grad, expected, rtol=1e-4, atol=1e-5)
+
+def fsdp(device):
+    compare_parallel(device, 1, 1)
 
 
-test_two_processes = make_test([expert_parallel], 2)
+def fsdp_and_expert_parallel(device):
+    compare_parallel(device, 1, 2)
 
 
-def test_other_experts_and_versions_are_refused(monkeypatch):
-    from moe_layers.integrations import torchtitan as door
+def tensor_parallel(device):
+    compare_parallel(device, 2, 1)
 
-    config = make_config("qwen3").layers[0].moe
-    with pytest.raises(ValueError, match=r"must be RoutedExperts with GroupedExperts, got .*FusedExperts"):
-        door.moe(door.moe(config))
+
+def tensor_and_expert_parallel(device):
+    compare_parallel(device, 2, 2)
+
+
+test_two_processes = make_test([fsdp, fsdp_and_expert_parallel, tensor_parallel, tensor_and_expert_parallel], 2)
+
+
+def test_the_command_of_the_guide():
+    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+
+    blocks = blocks_of(ROOT / "docs" / "guides" / "frameworks.md")
+    words = next(block.text for block in blocks if "--override.imports" in block.text).split()
+    config = make_config("qwen3")
+    apply_overrides(OverrideConfig(imports=parse_cli_imports(words[words.index("--override.imports") + 1 :])), config)
+    assert all(type(layer.moe.routed_experts).__qualname__ == "FusedRoutedExperts.Config" for layer in config.layers)
+
+
+@pytest.mark.parametrize("target", ["moe", "grouped_experts"])
+def test_other_experts_are_refused(target):
+    """Also where other layers hold the usual experts."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides, derive
+    from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+
+    config = make_config("qwen3")
+    routed = config.layers[1].moe.routed_experts
+    routed.inner_experts = derive(routed.inner_experts, GptOssGroupedExperts.Config)
+    with pytest.raises(ValueError, match=rf"{target}: .* must be .*GroupedExperts, got .*GptOssGroupedExperts\.Config"):
+        apply_overrides(OverrideConfig(imports=[f"{TARGET}.{target}"]), config)
+
+
+@pytest.mark.parametrize("first", ["moe", "grouped_experts"])
+def test_another_override_of_the_experts_is_refused(first):
+    """By torchtitan, which names both."""
+    from torchtitan.config.override import OverrideConfig, apply_overrides
+
+    others = [f"{TARGET}.{first}", "torchtitan.overrides.fused_swiglu.fused_grouped_experts"]
+    with pytest.raises(ValueError, match=rf"(?s)integrations.torchtitan.{first}.*fused_swiglu|fused_swiglu.*{first}"):
+        apply_overrides(OverrideConfig(imports=others), make_config("qwen3"))
+
+
+def test_another_version_is_refused_by_name(monkeypatch):
     monkeypatch.setattr("moe_layers.integrations.versions.version", lambda package: "0.4.0")
-    monkeypatch.delitem(sys.modules, TARGET)
+    monkeypatch.delitem(sys.modules, TARGET, raising=False)
     with pytest.raises(ImportError, match=r"moe_layers: torchtitan must be 0\.3, .*got 0\.4\.0; use its own"):
         importlib.import_module(TARGET)

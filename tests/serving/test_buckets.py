@@ -4,8 +4,12 @@ import zlib
 
 import pytest
 import torch
+from torch import distributed
 
 from moe_layers.serving import Bucket, checksum, pack
+
+from ..markdown import blocks_of
+from ..processes import ROOT, make_test
 
 
 def weights():
@@ -39,6 +43,24 @@ def test_a_changed_byte_is_found():
     bucket.buffer[bucket.entries[2].start + 7] ^= 1
     with pytest.raises(ValueError, match=r"unpack: c must have the checksum \d+, got \d+"):
         list(bucket.unpack())
+
+
+def broadcast(device):
+    """Send weights to the other rank by the lines of the guide."""
+    names = {}
+    exec(
+        next(block.text for block in blocks_of(ROOT / "docs" / "guides" / "serve.md") if "Bucket" in block.text), names
+    )
+    if distributed.get_rank() == 0:
+        names["send"](((name, tensor.to(device)) for name, tensor in weights()), 48)
+        return
+    found = list(names["receive"](device))
+    for (name, tensor), (expected_name, expected) in zip(found, weights(), strict=True):
+        assert name == expected_name and tensor.device.type == device.type and tensor.dtype == expected.dtype
+        assert torch.equal(tensor.float().cpu(), expected.float())
+
+
+test_two_processes = make_test([broadcast], 2)
 
 
 def test_bad_input():

@@ -7,12 +7,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers.serving import iter_weights
 from moe_layers.serving.engines import _ENGINES
 from moe_layers.serving.streaming import _check_all_here
 
+from ..layers import moe_layer
+from ..processes import gloo_group
 from ..tiers import default_tier
 
 transformers = pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is needed")
@@ -23,6 +27,7 @@ from ..integrations import test_mxfp4, test_quantized_models  # noqa: E402
 from ..integrations.models import build, config_of, initialise, skip_old  # noqa: E402
 from ..integrations.peft_models import WARNINGS, adapt, lora, peft  # noqa: E402
 from .engine_loaders import load  # noqa: E402
+from .test_layers import adapted  # noqa: E402
 
 ENGINES = ("vllm", "sglang")
 TYPES = [
@@ -180,6 +185,19 @@ def test_adapters_are_added_and_stay(mark, tmp_path):
         torch.testing.assert_close(tensor, before[name], rtol=1e-12, atol=1e-12, msg=name)
 
 
+def test_adapters_on_a_mesh_of_one_rank_are_added_once(tmp_path):
+    """The whole tensor of a parameter is then the memory of the parameter itself."""
+    model = adapt(build("qwen3_moe"), lora())
+    layer = adapted(moe_layer(8, 4, 3, 2))
+    expected = dict(iter_weights(model)), dict(iter_weights(layer))
+    with gloo_group(tmp_path):
+        for module in (model, layer):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        for _ in range(2):
+            assert_same(dict(iter_weights(model)), expected[0])
+            assert_same(dict(iter_weights(layer)), expected[1])
+
+
 def test_an_adapted_parameter_of_two_axes(tmp_path):
     """PEFT's wrapper of parameters then computes B A, as for a linear layer: here of the router."""
     model = adapt(build("qwen3_moe", dtype=torch.float64), lora(targets=["mlp.gate.weight"]))
@@ -271,6 +289,28 @@ def test_bad_input():
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"lm_head.weight must be plain, FP8 with scales"):
         list(iter_weights(model))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching")
+def test_parameters_that_other_ranks_hold_in_part_are_refused(tmp_path):
+    """FSDP1 flattens parameters, and DeepSpeed empties them."""
+    model = build("qwen3_moe")
+    with gloo_group(tmp_path):
+        for options in ({}, {"use_orig_params": True}):
+            model.model.layers[1] = FullyShardedDataParallel(
+                model.model.layers[1], device_id=torch.device("cpu"), **options
+            )
+            with pytest.raises(ValueError, match=r"got FullyShardedDataParallel as model\.layers\.1; use fully_shard"):
+                iter_weights(model, "vllm")
+            model.model.layers[1] = build("qwen3_moe").model.layers[1]
+    down = model.model.layers[0].mlp.experts.down_proj
+    down.ds_shape, down.data = down.shape, torch.empty(0)
+    with pytest.raises(
+        ValueError, match=r"got layers\.0\.mlp\.experts\.down_proj partitioned by DeepSpeed; .*Gathered"
+    ):
+        iter_weights(model.model)
+    down.data = torch.empty(down.ds_shape)
+    assert list(iter_weights(model.model))
 
 
 def _without(model):

@@ -37,6 +37,19 @@ def fsdp2(device):
     assert_same(dict(iter_weights(fully_shard(model), "vllm")), expected)
 
 
+def fsdp2_with_adapters(device):
+    """Adapters are added to what was gathered, not to this rank's parameters."""
+    from ..integrations.peft_models import adapt, lora
+
+    expected = dict(iter_weights(adapt(make_model(device), lora()), "vllm"))
+    model = adapt(make_model(device), lora())
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        assert_same(dict(iter_weights(model, "vllm")), expected)
+
+
 def shared_experts(device):
     from moe_layers.integrations.transformers import enable, shard_experts
 
@@ -64,4 +77,4 @@ def expert_parallel(device):
         distributed.barrier()
 
 
-test_two_processes = make_test([fsdp2, shared_experts, expert_parallel], 2)
+test_two_processes = make_test([fsdp2, fsdp2_with_adapters, shared_experts, expert_parallel], 2)

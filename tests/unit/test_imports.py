@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 from ..processes import ROOT, run_python
+from ..tiers import slow
 
 # The floors of each package from the bottom up. A module imports only from floors listed above its own, including
 # deferred and type-only imports.
@@ -206,6 +207,40 @@ def test_public_names_are_listed_and_few():
     for package in (moe_kernels, moe_layers):
         assert len(set(package.__all__)) == len(package.__all__)
         assert all(hasattr(package, name) for name in package.__all__)
+
+
+WITHOUT_OPTIONAL = """
+import importlib.util, sys
+OPTIONAL = {"transformers", "peft", "trl", "accelerate", "bitsandbytes", "gguf", "kernels"}
+OPTIONAL |= {"axolotl", "llamafactory", "swift", "verl", "veomni", "megatron", "torchtitan"}
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in OPTIONAL:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name in OPTIONAL else find_spec(name, package)
+sys.meta_path.insert(0, Missing)
+"""
+
+
+@slow  # it imports all modules
+def test_packages_without_optional_dependencies_import():
+    """Only the modules for other libraries need them, and the error names the missing one."""
+    code = f"""{WITHOUT_OPTIONAL}
+import importlib
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert name.startswith("moe_layers.integrations."), name
+        assert error.name.split(".")[0] in OPTIONAL, error
+"""
+    run_python(["-c", code, *(name.removesuffix(".__init__") for name in MODULES if "__main__" not in name)])
+
+
+@slow  # it imports all tests
+def test_tests_without_optional_dependencies_are_collected():
+    run_python(["-c", f"{WITHOUT_OPTIONAL}\nimport pytest\nsys.exit(pytest.main(['--collect-only', '-q', 'tests']))"])
 
 
 WITHOUT_TRITON = """

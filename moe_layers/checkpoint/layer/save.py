@@ -167,6 +167,7 @@ def _experts(
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
+        del weight  # before the next one is read
 
 
 def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:

@@ -54,7 +54,11 @@ class StoredMxfp4(nn.Module):
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
-        return dequantize(self.weight(blocks), self.dtype).transpose(1, 2).contiguous()
+        num_experts, size_out, num_blocks, _ = blocks.shape
+        out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # without a copy of all
+            matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
+        return out
 
     def extra_repr(self) -> str:
         return f"dtype={self.dtype}"
