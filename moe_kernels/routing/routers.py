@@ -157,7 +157,7 @@ def routing_weights(
     Args:
         logits: those of a `Routing`, that is, as scored.
         topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so a
-        slot with another id counts as empty.
+            slot with another id counts as empty.
 
     Raises:
         ValueError: wrong shape or dtype, `spec` cannot choose as many experts, or an id on the CPU is E or more.

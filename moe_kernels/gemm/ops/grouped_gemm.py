@@ -128,7 +128,7 @@ def grouped_gemm_wgrad(
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
         accumulate: add the product to `out` and round once, for example for a float32 gradient of several backward
-        passes. Default: False.
+            passes. Default: False.
 
     Raises:
         ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` lacks `out`.
