@@ -73,7 +73,7 @@ def hidden_gradients_op(
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # H is not a saved tensor
+    is_own = operands.recompute or scales is not None  # whether H is a tensor of this op, which it may overwrite
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, tokens, topk_weights)
     elif scales is not None:

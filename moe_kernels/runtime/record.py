@@ -55,8 +55,8 @@ class Record:
         """Repeat the recording and return its outputs.
 
         Args:
-            memory: the list of inputs. All other memories are appended to it. With `frees_inputs`, None replaces an
-                input after its last use.
+            memory: the inputs. This call appends the memories that it allocates. With `frees_inputs` it replaces each
+                input by None after its last use.
         """
         memory += self._others
         device = self._device

@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort like `tl.sort`. The interpreter would run its exchanges op by op, in tenths of a second."""
+        """Sort like `tl.sort`, which takes the interpreter tenths of a second: it runs each exchange as an op."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 

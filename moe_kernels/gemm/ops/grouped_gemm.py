@@ -356,7 +356,7 @@ def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumul
 
 
 def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    # The fastest kernels write rows, so a transposed result gets the transposed product.
+    # The fastest kernels write rows. If `out` is transposed, they compute the transposed product into its transpose.
     operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
     selection.run(WgradArguments(*operands, offsets=offsets, accumulate=accumulate))
 
