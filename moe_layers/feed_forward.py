@@ -56,12 +56,22 @@ class MoEFeedForward(nn.Module):
     The constructor takes the common settings. `MoEConfig` holds all settings: `from_config` builds the layer that a
     configuration describes, and `config` is the configuration of a layer.
 
-    Args (`MoEConfig` describes the others):
+    Args:
+        d_ff: hidden size of one expert.
+        activation: the experts' activation: "swiglu", another name, or an `Activation`. Gated ones make gated experts.
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
+        bias: whether the experts' projections have biases.
+        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
+        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
+            `CapacityFactor`. Slots beyond it add nothing. None for no limit.
         assignment: replaces each token's top-k choice: an `Assignment`, or a function for `CustomAssignment`.
         noise: noise that the router adds in training mode.
         balance_losses: the coefficients of the auxiliary losses, which every forward adds to the gradient, scaled by
             `set_aux_loss_scale`; None for no losses.
+        recompute: "up" recomputes the pre-activations of the experts in backward instead of saving them, which costs
+            one GEMM; None saves them.
+        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, multiplies
+            operands in the dtype of the parameters.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:

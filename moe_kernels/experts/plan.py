@@ -45,11 +45,12 @@ def plan_experts(
 ) -> list[Step]:
     """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights are frozen.
 
-    An activation that no kernel computes in its epilogue makes two steps "up": the first has no kernel.
+    If no kernel computes the activation in its epilogue, there are two steps "up", and the first has no kernel.
 
     Args:
         target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
     """
+    # With gradients enabled, forward keeps the pre-activations, and backward does not multiply for them again.
     with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
         operands = make_operands(tokens, weights, activation=activation, precision=precision)
         operands = operands._replace(topk_experts=topk_experts, topk_weights=topk_weights)

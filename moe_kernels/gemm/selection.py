@@ -1,6 +1,6 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists what a function selects, on this GPU or as on another one: so tools see the GEMMs that an op runs.
+`planning` lists what a function selects, for this GPU or for another one. Tools see in this way which GEMMs an op runs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Target(NamedTuple):
     """A GPU that kernels are selected for. It need not be here."""
 
     cc: int
-    gpu: str | None  # name, by which tables are found
+    gpu: str | None  # name of the GPU, which selects the tables
     table: Table
 
 
@@ -79,8 +79,8 @@ def planning(
     """List the GEMMs that this thread runs, in their order. Ops run their functions, without autograd and records.
 
     Args:
-        target: select as on this GPU, and launch nothing: operands may be meta tensors. None, the default: this GPU,
-            and launch.
+        target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
+            selects for the operands' GPU and launches.
         copies: what `choose_copies` returns; None, the default: its own choice.
         fuses: whether a GEMM may have an activation in its epilogue.
     """

@@ -59,8 +59,8 @@ _COPIES = {"up": "tokens_forward", "down_dgrad": "dout", "up_wgrad": "tokens_bac
 
 
 def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
-    """Return the GPU to select for, and whether it is here: this machine's, unless there is none or `cc` or `gpu` is
-    given."""
+    """Return the GPU to select for, and whether it is in this machine. It need not be if `cc` or `gpu` is given, or if
+    the machine has none."""
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device)), True
@@ -69,7 +69,7 @@ def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
 
 
 def why_not_faster(step: Step, target: Target) -> str | None:
-    """Return why the kernel is not of the fastest design; None if it is."""
+    """Return why the kernel does not have the fastest design, or None if it has."""
     _, args, kernel = step
     if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
         return None
@@ -79,7 +79,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
-    # The kernel designed for such operands gives the most useful reason.
+    # The reason of the fastest kernel designed for these operands is the most useful one.
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )

@@ -46,7 +46,7 @@ class Layer(NamedTuple):
     w_down: Tensor  # [E, D, F]
     activation: str
     precision: str | None
-    format: str | None  # that of quantised weights
+    format: str | None  # to which `plan` quantises the weights
 
     @property
     def num_rows(self) -> int:
@@ -63,9 +63,10 @@ class Layer(NamedTuple):
         return plan_experts(self.tokens, self.topk_experts, self.topk_weights, weights, **settings, **options)
 
     def forms(self) -> Iterator[tuple[str, Step]]:
-        """Yield the steps whose kernels are measured: with copied and gathered rows, "up" with and without activation.
+        """Yield name and step of each GEMM to measure. The activation's gradient is a pass of its own here.
 
-        The activation's gradient is a pass of its own. "_gather" and "_plain" end the names of the other variants.
+        Names are those of `Step`. "_gather" is added where rows are gathered and not copied, "_plain" to an "up"
+        without activation.
         """
         for copies in (_EVERY, _NONE):
             ending = "" if copies is _EVERY else "_gather"
@@ -87,8 +88,8 @@ def layer_of(
     """Return a layer of random operands in which every expert has an equal share of the rows.
 
     Args:
-        device: on "meta" the operands have shapes and strides only, to ask for kernels with.
-        format: that of weights which `plan` quantises; None, the default, for none.
+        device: on "meta" the operands have only shapes and strides, which suffice to select kernels.
+        format: the format to which `plan` quantises the weights; None, the default: they stay as they are.
     """
     if str(device) == "meta":
         shapes = (

@@ -195,13 +195,17 @@ def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) ->
     Args:
         settings: those of `layer_of`.
     """
+    label = f"{settings.get('format') or settings.get('precision')} {_label(case)}"
 
     def entries() -> Iterator[Entry]:
-        for step in layer_of(case, dtype, device, **settings).plan():
-            if isinstance(step.args, DecodingGemmArguments | BlockScaledGemmArguments):
-                yield kernel_entry(step.args, fastest)
+        steps = layer_of(case, dtype, device, **settings).plan()
+        products = [s.args for s in steps if isinstance(s.args, DecodingGemmArguments | BlockScaledGemmArguments)]
+        if not products:
+            tqdm.write(f"{label}: nothing to measure, because weights are dequantised for so many rows")
+        for args in products:
+            yield kernel_entry(args, fastest)
 
-    return Job(f"{settings.get('format') or settings.get('precision')} {_label(case)}", entries)
+    return Job(label, entries)
 
 
 def _label(case: Case) -> str:

@@ -6,6 +6,7 @@ import torch
 from benchmarks.rule_of_thumb import FORMS
 from moe_kernels import GroupedGemmArguments, get_kernels
 from moe_kernels.__main__ import main
+from moe_kernels.experts import row_products
 from moe_kernels.gemm import measurements, selection
 from moe_kernels.gemm.kernels.families import GroupedGemmKernel
 from moe_kernels.gemm.measurements import Table, read, table_name, write
@@ -112,6 +113,12 @@ def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
     for key, name in table.kernels.items():
         assert "weight=fp8" in key and selection.find(arguments_of(key, device)).metadata.kernel_name == name
     assert not verify(table, device)
+
+
+def test_says_that_many_rows_decode_no_weights(device, monkeypatch, capsys):
+    monkeypatch.setattr(row_products, "MAX_ROWS", 0)
+    assert not list(product_job(SMALL, torch.float16, device, format="fp8").entries())
+    assert "fp8 24,16,8,4,2: nothing to measure" in capsys.readouterr().out
 
 
 def test_tunes_gemms_of_block_scaled_operands(tmp_path, device, last_is_fastest):
