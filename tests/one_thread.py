@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 from datetime import timedelta
@@ -22,15 +23,23 @@ class OneThread(distributed.ProcessGroupGloo):
 
 
 def main() -> None:
-    """Run a script, or a module after -m, as Python does."""
+    """Run a script, or a module after -m, as Python does. A script that succeeds ends without Python's finalisation,
+    because a thread of gloo that then waits for the GIL occasionally aborts the process (PyTorch 2.13, Python 3.11)."""
     distributed.distributed_c10d.ProcessGroupGloo = OneThread
     sys.argv = sys.argv[1:]
-    if sys.argv[0] == "-m":
-        sys.argv = sys.argv[1:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        if sys.argv[0] == "-m":
+            sys.argv = sys.argv[1:]
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
+            runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as leave:
+        if leave.code:
+            raise
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

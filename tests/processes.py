@@ -93,6 +93,7 @@ def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subproc
         pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
+    environment["PYTHONFAULTHANDLER"] = "1"  # an abort tells what ran
     return subprocess.run(
         [*launcher, "-m", "tests.one_thread", *arguments],
         cwd=cwd,

@@ -20,6 +20,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..types import QuantizedWeight
 
@@ -66,9 +67,10 @@ def decode_mxfp4(
 ) -> Tensor:  # [..., in] float32
     """Return each number times its group's power of two, computed as (2 * number) * (power / 2): every half power fits
     float32."""
-    table = torch.tensor(_TWICE_E2M1, device=blocks.device)
-    nibbles = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)  # [..., in / 32, 32]
-    return (table[nibbles.int()] * _half_powers(scales).unsqueeze(-1)).flatten(-2)
+    codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
+    table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
+    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # takes int32 without a conversion to int64
+    return numbers.mul_(_half_powers(scales).unsqueeze(-1)).flatten(-2)
 
 
 def decode_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in]
