@@ -8,7 +8,7 @@ GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock o
 thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
 
 `--host` times only the calls of three layers: the layer as it is and compiled, `grouped_mm` compiled, and a dense MLP
-of two `nn.Linear` and a SiLU with the same d_model and d_ff. They take turns in one run. `host_us` is the time on the
+of two `nn.Linear` and a SiLU with the same d_model and d_ff, as it is and compiled. They take turns in one run. `host_us` is the time on the
 clock per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to the dense MLP's. A form that
 fails has an `error` instead.
 """
@@ -106,7 +106,8 @@ def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
         nn.Linear(shape.d_model, shape.d_ff, **sizes), nn.SiLU(), nn.Linear(shape.d_ff, shape.d_model, **sizes)
     )
     modules = {DENSE: dense, "moe_layers": layer}
-    for name, module in {"moe_layers_compiled": layer, "grouped_mm_compiled": TorchGroupedMM(layer)}.items():
+    compiled = {f"{DENSE}_compiled": dense, "moe_layers_compiled": layer, "grouped_mm_compiled": TorchGroupedMM(layer)}
+    for name, module in compiled.items():
         modules[name] = torch.compile(module, disable=device == "cpu")
     run, errors = {}, {}
     for name, module in modules.items():

@@ -99,5 +99,8 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call."""
+    """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call.
+
+    PyTorch refuses a message of 255 characters or more, so a longer one is cut."""
+    message = message if len(message) < 255 else f"{message[:251]}..."
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]  # private API

@@ -112,7 +112,8 @@ class AllToAllDispatcher(RankDispatcher):
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
-            check_on_device(agree.all(), f"{message}, got others than [bytes, gradients] of {agreed}; {GRADIENTS}")
+            message += f", got others than [bytes, gradients] of {agreed}"
+            check_on_device(agree.all(), f"{message}; {GRADIENTS}" if agree.device.type == "cpu" else message)
             return [_bounded_route(*pair, implementation) for pair in zip(chunks, arriving, strict=True)]
         departing = [chunk.counts for chunk in chunks]
         sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
