@@ -131,7 +131,7 @@ def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
     small = ["--host", "--shapes", "tiny", "--device", "cpu", "--rounds", "1"]
     small_batches.main([*small, "--commit", "abc", "--output", str(tmp_path / "host.json")])
     rows = json.loads((tmp_path / "host.json").read_text())
-    names = ["dense_mlp", "moe_layers", "moe_layers_compiled", "grouped_mm_compiled"]
+    names = ["dense_mlp", "moe_layers", "dense_mlp_compiled", "moe_layers_compiled", "grouped_mm_compiled"]
     assert [(r["implementation"], r["pass"]) for r in rows] == [
         (name, which) for name in names for which in ("inference", *benchmark.PASSES)
     ]

@@ -146,7 +146,7 @@ def test_every_results_file_is_named():
 
 def test_layer_tables_equal_their_results_files():
     tables = re.findall(r"<!-- table: (\S+) -->\n\n((?:\|.*\n)+)", PERFORMANCE)
-    assert len(tables) == 8
+    assert len(tables) == 9
     for name, table in tables:
         assert table == markdown_table(load(name)), name
 
@@ -187,7 +187,7 @@ def test_sonicmoe_numbers_equal_their_results_file():
 
 
 def test_host_times_equal_their_results_file():
-    rows, sizes = load("small_batches_host_h100_bb00802.json"), ("T", "D", "F", "E", "K")
+    rows, sizes = load("small_batches_host_h100_56ee173.json"), ("T", "D", "F", "E", "K")
     names = ["dense_mlp", "moe_layers", "moe_layers_compiled", "grouped_mm_compiled"]
     us = {(*(row[s] for s in sizes), row["implementation"], row["pass"]): row["host_us"] for row in rows}
     for shape in {key[:5] for key in us}:
@@ -205,7 +205,7 @@ def test_host_times_equal_their_results_file():
 
 
 def test_whole_models_numbers_equal_their_results_file():
-    rows = {(r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h100_88fd239.json")}
+    rows = {(r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h100_88d4d13.json")}
     for mode, batch, length in {key[:3] for key in rows}:
         ours, theirs = (rows[mode, batch, length, name] for name in ("moe_layers", "grouped_mm"))
         cells = [
@@ -256,8 +256,10 @@ def test_every_layer_slower_than_its_baseline_is_named():
         for shape, ratio in baseline_over_ours(name).items():
             if ratio < 0.995:
                 slower.setdefault(shape, {})[name] = f"{ratio:.2f}"
+    again = baseline_over_ours("layer_h100_56ee173_few_tokens.json")
+    assert min(again.values()) > 1 and all(slower.pop(shape) for shape in again)  # slower before, no longer
     text = README[README.index("layers were slower than compiled") :].partition("\n\n")[0].replace("\n", " ")
-    assert len(slower) == 4 and text.count("(0.") == len(slower)
+    assert len(slower) == 2 and text.count("(0.") == len(slower)
     for shape, ratios in slower.items():
         files = " and ".join(f"{ratio} (`{name}`)" for name, ratio in ratios.items())
         assert f"* {shape}: {files}" in PERFORMANCE, shape

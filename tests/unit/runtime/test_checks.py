@@ -10,6 +10,7 @@ from moe_kernels.errors import first_three
 from moe_kernels.runtime import dispatch
 from moe_kernels.runtime.checks import check_same_device, check_same_dtype, check_shapes
 from moe_kernels.runtime.dispatch import once_per_form
+from moe_kernels.runtime.pytorch import assert_on_device
 from moe_kernels.testing import CASES, make_inputs, make_permutation
 
 from ...processes import ROOT
@@ -167,3 +168,12 @@ def test_bad_experts_raise_after_good_ones(implementation, device):
     # The same operands do not fit a plain activation.
     with pytest.raises(ValueError, match="w_down"):
         fused_experts(**operands, activation="relu", implementation=implementation)
+
+
+def test_messages_of_device_assertions_are_short(monkeypatch):
+    """PyTorch refuses long ones on a GPU only."""
+    messages = []
+    monkeypatch.setattr(torch, "_assert_async", lambda condition, message: messages.append(message))
+    for message in ("x" * 254, "y" * 255):
+        assert_on_device(torch.tensor(True), message)
+    assert messages == ["x" * 254, "y" * 251 + "..."]
