@@ -8,9 +8,9 @@ GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock o
 thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
 
 `--host` times only the calls of three layers: the layer as it is and compiled, `grouped_mm` compiled, and a dense MLP
-of two `nn.Linear` and a SiLU with the same d_model and d_ff, as it is and compiled. They take turns in one run. `host_us` is the time on the
-clock per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to the dense MLP's. A form that
-fails has an `error` instead.
+of two `nn.Linear` and a SiLU with the same d_model and d_ff, as it is and compiled. They take turns in one run.
+`host_us` is the time on the clock per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to
+the dense MLP's. A form that fails has an `error` instead.
 """
 
 from __future__ import annotations
