@@ -197,6 +197,8 @@ def _leaf_to_string(leaf: Any) -> str:
         return "..."
     if isinstance(leaf, torch.SymInt):
         return repr(int(leaf))  # a size of a model, such as its top_k
+    if isinstance(leaf, float):  # Dynamo makes floats symbolic with dynamic shapes; `hex` makes them constants again
+        leaf = float.fromhex(leaf.hex())
     return repr(str(leaf) if isinstance(leaf, torch.dtype) else leaf)
 
 

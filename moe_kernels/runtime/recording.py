@@ -94,6 +94,10 @@ class Memory:
     is_parameter: bool = False  # whether it is the memory of a parameter, which its module keeps
 
 
+def _is_on(device: torch.device, arguments: Any) -> bool:
+    return any(isinstance(value, Tensor) and value.device == device for value in tree_leaves(arguments))
+
+
 class Recording(TorchDispatchMode):
     """The steps of one run of a function. `obstacle` says why they cannot be repeated, or is None."""
 
@@ -113,7 +117,10 @@ class Recording(TorchDispatchMode):
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with observing_launches(self._observe), self:
-            return function(*args)
+            result = function(*args)
+        if not any(isinstance(step, RecordedLaunch) for step in self.steps):
+            self.obstacle = self.obstacle or "launches no kernel"  # the reference may read values by `tolist`, unseen here
+        return result
 
     def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
         """Return the reference to a tensor that the next step uses, or None if the tensor is neither an input nor made
@@ -170,6 +177,8 @@ class Recording(TorchDispatchMode):
         if any(tag in func.tags for tag in _READS_VALUES):
             self.obstacle = f"{func} reads values of a tensor"
         returned = [value for value in tree_leaves(result) if isinstance(value, Tensor)]
+        if self.device.type != "cpu" and any(tensor.is_cpu for tensor in returned) and _is_on(self.device, args):
+            self.obstacle = f"{func} copies a tensor to the host"
         outputs = [tensor for tensor in returned if not tensor.is_meta]
         made = [tensor for tensor in outputs if self._find(tensor) is None]
         if func in _ALLOCATING and all(tensor.device == self.device for tensor in made):

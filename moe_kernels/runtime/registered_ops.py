@@ -187,12 +187,13 @@ class Op:
 
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
-        if signature.has_packed and not torch.is_grad_enabled() and may_replay(arguments[0]):  # compiled code
+        if signature.has_packed and not torch.is_grad_enabled():  # compiled code
             tensors, others = arguments
-            with _below_autograd():
-                form = self._replayed.find(others, tensors)
-                if form is not None:
-                    return form.replay([*tensors])
+            if places_of(tensors).are_plain and may_replay(tensors):
+                with _below_autograd():
+                    form = self._replayed.find(others, tensors)
+                    if form is not None:
+                        return form.replay([*tensors])
         tensors = arguments[0] if signature.has_packed else places_of(arguments).read(arguments)
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)

@@ -4,25 +4,35 @@ import pytest
 import torch
 
 from moe_kernels.runtime import replay
-from moe_kernels.runtime.launch import launching
+from moe_kernels.runtime.launch import launch_kernel, launching
 from moe_kernels.runtime.replay import Replayed
-from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.runtime.triton import HAS_TRITON, tl, triton
 
 from .test_replay import assert_same, draw, replays  # noqa: F401  # a fixture of every test
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no ops without Triton")
 
 
+@triton.jit
+def _one_kernel(out_ptr):
+    tl.store(out_ptr, 1)
+
+
 @pytest.fixture
 def replayed(monkeypatch):
-    """Makes a function of tensors a replayed one."""
+    """Makes a function of tensors a replayed one, which first launches a kernel."""
     monkeypatch.setattr(replay, "_all", [])
 
-    def make(function):
+    def make(function, launches=True):
         op = Replayed("op")
 
+        def run(given):
+            if launches:
+                launch_kernel(_one_kernel, (1,), given[0].new_empty(1))
+            return function(*given)
+
         def call(*tensors):
-            return op.run(None, [*tensors], lambda given: function(*given))
+            return op.run(None, [*tensors], run)
 
         call.states = op.states
         return call
@@ -70,12 +80,32 @@ def test_operations_of_pytorch_are_repeated(replayed, device):
     assert run.states() == ["replayed"]
 
 
-def test_a_function_that_launches_nothing(replayed, device):
+def test_results_that_no_step_writes(replayed, device):
     run = replayed(lambda x: (x.new_empty(2, 3), x[1:], x.new_empty(0)))
     for _ in range(3):
         made = run(draw(device))
         assert [list(tensor.shape) for tensor in made] == [[2, 3], [2, 16], [0]]
     assert run.states() == ["replayed"]
+
+
+def test_a_function_without_kernels_may_read_values(replayed, device):
+    """A recording does not see that `tolist` reads memory of the host."""
+    run = replayed(lambda x: x * x[0].tolist()[0], launches=False)
+    for _ in range(3):
+        tokens = draw(device)
+        assert_same([run(tokens)], [tokens * tokens[0, 0]])
+    (state,) = run.states()
+    assert state == "launches no kernel" or "copies a tensor to the host" in state
+
+
+@pytest.mark.gpu
+def test_a_copy_to_the_host_is_not_repeated(replayed, device):
+    run = replayed(lambda x: x * x[0].tolist()[0])
+    for _ in range(3):
+        tokens = draw(device)
+        assert_same([run(tokens)], [tokens * tokens[0, 0]])
+    (state,) = run.states()
+    assert "copies a tensor to the host" in state
 
 
 def with_list(x):
