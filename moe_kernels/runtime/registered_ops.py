@@ -187,14 +187,13 @@ class Op:
 
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
-        if signature.has_packed and not torch.is_grad_enabled():  # compiled code
-            tensors, others = arguments
-            if places_of(tensors).are_plain and may_replay(tensors):
-                with _below_autograd():
-                    form = self._replayed.find(others, tensors)
-                    if form is not None:
-                        return form.replay([*tensors])
         tensors = arguments[0] if signature.has_packed else places_of(arguments).read(arguments)
+        are_plain = places_of(tensors).are_plain  # tensors of tracers are not: their sizes may be symbols
+        if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # compiled code
+            with _below_autograd():
+                form = self._replayed.find(arguments[1], tensors)
+                if form is not None:
+                    return form.replay([*tensors])
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
@@ -207,7 +206,7 @@ class Op:
         with _below_autograd():
             # Calls the function that the dispatcher would call next. Another pass of the dispatcher takes longer than a
             # replay.
-            if places_of(tensors).are_plain and is_unseen(tensors):
+            if are_plain and is_unseen(tensors):
                 return self._below(*arguments)
             return self.overload(*arguments)
 

@@ -52,11 +52,13 @@ def test_fake_tensors(options):
     assert y.shape == (3, 5, 8) and len(gradients) == 1 + len(list(layer.parameters()))
 
 
+@pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("name", FORMS)
-def test_export_for_any_number_of_tokens(name):
+def test_export_for_any_number_of_tokens(name, grad):
     layer = make_layer(FORMS[name]).eval()
     sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    program = torch.export.export(layer, (torch.randn(3, 5, 8),), dynamic_shapes=sizes)
+    with torch.set_grad_enabled(grad):
+        program = torch.export.export(layer, (torch.randn(3, 5, 8),), dynamic_shapes=sizes)
     x = torch.randn(2, 11, 8)
     torch.testing.assert_close(program.module()(x), layer(x))
 
