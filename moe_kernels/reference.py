@@ -187,7 +187,7 @@ def permute(
     permutation: Permutation,
 ) -> Tensor:  # [R, D]
     token = permutation.row_to_token
-    row = torch.arange(len(token), device=token.device)
+    row = torch.arange(token.shape[0], device=token.device)
     is_owned = (permutation.slot_to_row.index_select(0, token) == row[:, None]).any(1, keepdim=True)  # [R, 1]
     return torch.where(is_owned, tokens.index_select(0, token), 0.0)
 
@@ -196,9 +196,9 @@ def _split_groups(
     rows: Tensor,  # [R, ...]
     offsets: Tensor,  # [G] int32
 ) -> tuple[Tensor, ...]:  # G + 1 pieces, the last is the tail
-    ends = offsets.long().clamp(0, len(rows)).cummax(0).values
+    ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
-    sizes[-1] += len(rows)
+    sizes[-1] += rows.shape[0]
     # Tracers cannot compare the strides of pieces stored by columns: their sizes are symbols.
     return rows.contiguous().split(sizes.tolist())
 
@@ -217,7 +217,7 @@ def multiply_groups(
 ) -> Tensor:  # [R, N]
     *groups, tail = _split_groups(a, offsets)
     rows = torch.cat([group @ matrix for group, matrix in zip(groups, b.unbind(), strict=True)])
-    return functional.pad(rows, (0, 0, 0, len(tail)))
+    return functional.pad(rows, (0, 0, 0, tail.shape[0]))
 
 
 def grouped_gemm(
@@ -238,8 +238,8 @@ def grouped_gemm(
     is_plain = out_dtype == a.dtype and bias is row_scale is scale_a is scale_b is None
     dtype = a.dtype if is_plain else torch.promote_types(out_dtype, torch.float32)
     rows = multiply(a.to(dtype), b.to(dtype), offsets)
-    ends = offsets.clamp(0, len(a)).cummax(0).values
-    group = torch.searchsorted(ends, torch.arange(len(a), device=a.device, dtype=ends.dtype), right=True)
+    ends = offsets.clamp(0, a.shape[0]).cummax(0).values
+    group = torch.searchsorted(ends, torch.arange(a.shape[0], device=a.device, dtype=ends.dtype), right=True)
     in_group, group = group < len(b), group.clamp(max=len(b) - 1)  # [R]
     if scale_a is not None:
         rows = rows * scale_a[:, None]
@@ -300,8 +300,8 @@ def jagged_gemm(
     group_offsets: Tensor,  # [G + 1] int32 or int64
 ) -> Tensor:  # [R, N]
     # All groups share the matrix, so that only the first and the last offset matter.
-    ends = group_offsets.clamp(0, len(a_packed)).cummax(0).values
-    row = torch.arange(len(a_packed), device=a_packed.device)
+    ends = group_offsets.clamp(0, a_packed.shape[0]).cummax(0).values
+    row = torch.arange(a_packed.shape[0], device=a_packed.device)
     in_group = ((row >= ends[0]) & (row < ends[-1]))[:, None]  # [R, 1]
     dtype = torch.promote_types(a_packed.dtype, b.dtype)
     return torch.where(in_group, torch.where(in_group, a_packed, 0.0).to(dtype) @ b.to(dtype), 0.0)
@@ -370,7 +370,7 @@ def combine(
 ) -> Tensor:  # [T, D] token order
     dtype = torch.promote_types(rows.dtype, torch.float32)
     padded = functional.pad(rows, (0, 0, 0, 1))  # one row of zeros for the dropped slots
-    row = torch.where(slot_to_row < 0, len(rows), slot_to_row).flatten()
+    row = torch.where(slot_to_row < 0, rows.shape[0], slot_to_row).flatten()
     chosen = padded.index_select(0, row).to(dtype).unflatten(0, slot_to_row.shape)  # [T, K, D]
     if topk_weights is not None:
         chosen = chosen * torch.where(slot_to_row < 0, 0.0, topk_weights)[..., None].to(dtype)
@@ -406,7 +406,7 @@ def fused_experts(
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = permute(tokens, permutation)  # [R, D]
     if weight_on_input:
-        weights = row_weights(topk_weights, slot_to_row, len(rows))
+        weights = row_weights(topk_weights, slot_to_row, rows.shape[0])
         rows = (rows.to(weights.dtype) * weights[:, None]).to(tokens.dtype)
     preactivation = _adapted_linear(rows, w_up, up_a, up_b, scale, offsets)  # [R, 2F] or [R, F]
     activated = apply_activation(add_bias(preactivation, b_up, offsets), activation)  # [R, F]

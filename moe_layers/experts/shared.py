@@ -83,8 +83,8 @@ class SharedExpert(nn.Module):
         if w_gate:
             weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights
         else:
-            weights = tokens.new_ones(len(tokens), 1, dtype=torch.promote_types(tokens.dtype, torch.float32))
-        first = torch.zeros(len(tokens), 1, dtype=torch.int32, device=tokens.device)
+            weights = tokens.new_ones(tokens.shape[0], 1, dtype=torch.promote_types(tokens.dtype, torch.float32))
+        first = torch.zeros(tokens.shape[0], 1, dtype=torch.int32, device=tokens.device)
         permutation = sort_by_expert(first, 1, implementation=self.implementation)
         matrices = w_up.unsqueeze(0), w_down.unsqueeze(0)
         return fused_experts(tokens, weights, permutation, *matrices, activation=self.activation, **options)

@@ -54,13 +54,13 @@ def slots_of_pairs(
         raise ValueError(f"slots_of_pairs: tokens must be int32 or int64, got {tokens.dtype}")
     exists = (tokens >= 0) & (tokens < num_tokens) & (experts >= 0)
     ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
-    pair = torch.arange(len(tokens), device=tokens.device)
+    pair = torch.arange(tokens.shape[0], device=tokens.device)
     rank = pair - torch.searchsorted(ordered, ordered)
     # Ignored pairs get separate positions after the slots, which are cut off.
     num_slots = num_tokens * max_experts_per_token
     has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
     slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]
-    empty = experts.new_full((num_slots + len(tokens),), -1)
+    empty = experts.new_full((num_slots + tokens.shape[0],), -1)
     topk_experts = empty.scatter(0, slot, experts[order])[:num_slots]
     topk_weights = weights.new_zeros(empty.shape).scatter(0, slot, weights[order])[:num_slots]
     shape = num_tokens, max_experts_per_token
@@ -115,7 +115,12 @@ class CustomAssignment(Assignment):
                     f"CustomAssignment: route must return two tensors or TokenExpertPairs, got {type(decided).__name__}"
                 )
             experts, weights = decided
-        if experts.dim() != 2 or len(experts) != num_tokens or not experts.shape[1] or weights.shape != experts.shape:
+        if (
+            experts.dim() != 2
+            or experts.shape[0] != num_tokens
+            or not experts.shape[1]
+            or weights.shape != experts.shape
+        ):
             raise ValueError(
                 f"CustomAssignment: route must return experts and weights [T={num_tokens}, K'], K' > 0, "
                 f"got {list(experts.shape)} and {list(weights.shape)}"

@@ -116,3 +116,12 @@ def test_the_layer_is_the_blocks_own(device):
 
     torch.compile(block, fullgraph=True, backend=keep)(make_x(3, device))
     assert "moe_kernels.fused_experts" in graphs[0].code and "moe_kernels.linear_routing" in graphs[0].code
+
+
+def test_a_batch_invariant_shared_expert_is_exported_for_any_number_of_tokens(device):
+    config = MoEConfig(**SIZES, shared_d_ff=D // 2, batch_invariant=True)
+    layer = MoEFeedForward.from_config(config, implementation="triton", device=device)
+    x = make_x(5, device)[:1].detach()
+    sizes = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
+    program = torch.export.export(layer, (make_x(4, device).detach(),), dynamic_shapes=sizes)
+    assert torch.equal(program.module()(x), layer(x))

@@ -16,7 +16,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:Dep
 
 FORMS = {
     "plain": {},
-    "losses": {"shared_d_ff": 6, "balance_losses": BalanceLosses(switch=0.1, z=0.1, sequence=0.1)},
+    "losses": {
+        "shared_d_ff": 6,
+        "num_zero_experts": 2,
+        "balance_losses": BalanceLosses(switch=0.1, z=0.1, sequence=0.1),
+    },
     "bias": {"bias": True, "activation": "gpt_oss", "router": RouterSpec.deepseek_v3(2, 1), "capacity": 4},
     "llama4": {"router": RouterSpec.llama4(), "latent_dim": 3, "capacity": CapacityFactor(0.5)},
     "expert_choice": {"assignment": ExpertChoice()},
