@@ -67,7 +67,7 @@ def test_the_bytes_are_those_on_disk(tmp_path):
     for expert in range(layer.num_experts):
         for part, held in (("down_proj", layer.experts.w_down), ("gate_proj", layer.experts.w_up)):
             numbers = disk[f"{prefix}experts.{expert}.{part}.weight"].view(torch.uint8)
-            scales = disk[f"{prefix}experts.{expert}.{part}.weight_scale_inv"].view(torch.int16)
+            scales = disk[f"{prefix}experts.{expert}.{part}.weight_scale_inv"].view(torch.uint8)
             assert torch.equal(held.values[expert][: len(numbers)], numbers)
             assert torch.equal(held.scales[expert][: len(scales)], scales)
 

@@ -1,5 +1,7 @@
 """Quantised experts that ranks share, under FSDP2, and in distributed checkpoints: the bytes of one process."""
 
+from itertools import product
+
 import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint
@@ -8,6 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from moe_kernels.types import WeightFormat
 from moe_layers import LoRA
 from moe_layers.experts.quantization import quantize_experts_
+from moe_layers.experts.stored import QuantizedExperts, replace_weight
 
 from ..processes import make_test
 from .expert_parallel_cases import assert_close, draw, expert_mesh, full, make_layer, shard_experts
@@ -24,6 +27,21 @@ def quantized(device, format, dtype=torch.float32):
         if name.endswith("_b"):
             nn.init.normal_(factor.data, std=0.3, generator=generator)
     return layer
+
+
+def scales_of_two_bytes(device):
+    """bfloat16, as in Qwen3's published FP8 models. No collective takes integers of two bytes."""
+    one, many = quantized(device, FORMATS[0]), quantized(device, FORMATS[0])
+    for experts, name in product((one.experts, many.experts), ("w_up", "w_down")):
+        weight = getattr(experts, name).weight()
+        rounded = weight._replace(scales=weight.scales.bfloat16())
+        replace_weight(experts, name, QuantizedExperts(rounded, torch.float32))
+    mesh = expert_mesh(device)
+    shard_experts(many, mesh)
+    fully_shard(many.experts, mesh=mesh["efsdp"])
+    x = draw(device, 12).float()
+    assert_close(many(x), one(x))
+    assert torch.equal(full(many.experts.w_up.scales), one.experts.w_up.scales)
 
 
 def steps_equal_one_process(device):
@@ -82,5 +100,11 @@ def distributed_checkpoints_hold_the_bytes(device):
 
 
 test_two_processes = make_test(
-    [steps_equal_one_process, fsdp_alone_gathers_stored_bytes, distributed_checkpoints_hold_the_bytes], 2
+    [
+        steps_equal_one_process,
+        scales_of_two_bytes,
+        fsdp_alone_gathers_stored_bytes,
+        distributed_checkpoints_hold_the_bytes,
+    ],
+    2,
 )

@@ -104,8 +104,8 @@ def fill_stored(
     if fill.stored.encoding == "mxfp4":
         numbers = numbers.flatten(1)  # [rows, K / 32, 16] -> [rows, K / 2]
     for name, matrix in (("values", numbers), ("scales", scales)):
-        parameter = kept.get_parameter(name)
-        copy_expert(fill.key, as_bits(matrix).to(parameter.device), parameter[place], gated=gated)
+        parameter, bits = kept.get_parameter(name), as_bits(matrix)
+        copy_expert(fill.key, bits.to(parameter.device), parameter[place].view(bits.dtype), gated=gated)
 
 
 def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
