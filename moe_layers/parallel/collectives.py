@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from moe_kernels.runtime.pytorch import assert_on_device
 
 from ..routing.activation_checkpointing import routing_ops
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor  # importing it takes as long as half of PyTorch
 
 _OPS = torch.ops._c10d_functional
 
@@ -71,6 +74,16 @@ class Ranks:
 def wait(tensor: Tensor) -> Tensor:
     """Return the result of a collective for use on the current stream, without host synchronisation."""
     return _OPS.wait_tensor(tensor)
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """Return the whole tensor, gathered from all ranks. Some collectives do not support float8, so bytes are sent."""
+    if not (tensor.is_floating_point() and tensor.element_size() == 1):
+        return tensor.full_tensor()
+    held = tensor.to_local().view(torch.uint8)
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    sent = type(tensor).from_local(held, tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    return sent.full_tensor().view(tensor.dtype)
 
 
 class Packing(NamedTuple):

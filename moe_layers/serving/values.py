@@ -161,7 +161,9 @@ def _whole(name: str, tensor: Any) -> Tensor:
     """Return the tensor of all ranks. Each of them must call this in the same order."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
-        tensor = tensor.full_tensor()
+        from ..parallel.collectives import full_tensor
+
+        tensor = full_tensor(tensor)
     if tensor.is_meta:
         raise ValueError(f"iter_weights: tensors must have memory, got {name} on meta; load offloaded weights first")
     return tensor

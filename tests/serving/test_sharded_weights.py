@@ -61,6 +61,22 @@ def shared_experts(device):
     assert_same(dict(iter_weights(model, "vllm")), expected)
 
 
+def float8(device):
+    """gloo's collectives do not support float8."""
+    from moe_layers.integrations.transformers import enable, shard_experts
+
+    from ..integrations.test_quantized_models import pair
+
+    whole, shared, wrapped = (pair()[0].to(device) for _ in range(3))
+    enable(shared, implementation="reference")
+    shard_experts(shared, init_device_mesh(device.type, (2,)))
+    fully_shard(wrapped)
+    for model in (shared, wrapped):
+        for kept in (False, True):
+            found, expected = (dict(iter_weights(each, keep_quantized=kept)) for each in (model, whole))
+            assert_same({n: t.float() for n, t in found.items()}, {n: t.float() for n, t in expected.items()})
+
+
 def expert_parallel(device):
     from transformers.distributed import DistributedConfig
 
@@ -77,4 +93,4 @@ def expert_parallel(device):
         distributed.barrier()
 
 
-test_two_processes = make_test([fsdp2, fsdp2_with_adapters, shared_experts, expert_parallel], 2)
+test_two_processes = make_test([fsdp2, fsdp2_with_adapters, shared_experts, float8, expert_parallel], 2)

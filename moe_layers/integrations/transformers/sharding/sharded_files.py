@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ....checks import check_kind, first_three
+from ....parallel.collectives import full_tensor
 from ....parallel.meeting import SECONDS, agree, meet, together
 from ..enabling import enable
 from .shard_model import group_of, shard_experts, sharded_experts
@@ -158,7 +159,8 @@ def save_sharded(
     for names in _layers(state):
         gathered = {}
         for name in names:
-            tensor = _gathered(state[name])
+            tensor = state[name]
+            tensor = full_tensor(tensor) if isinstance(tensor, DTensor) else tensor
             if writer is not None and name in writer.kept:
                 gathered[name] = tensor.cpu()
             del tensor
@@ -196,19 +198,6 @@ def _layers(state: dict[str, Tensor]) -> list[list[str]]:
         layer = re.match(r".*?\.\d+\.", name)
         groups.setdefault(layer.group() if layer else "", []).append(name)
     return list(groups.values())
-
-
-def _gathered(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, gathered from all ranks. gloo's collectives do not support float8."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        bits = tensor.to_local().view(torch.uint8)
-        options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
-        return (
-            DTensor.from_local(bits, tensor.device_mesh, tensor.placements, **options).full_tensor().view(tensor.dtype)
-        )
-    return tensor.full_tensor()
 
 
 class _Writer:
