@@ -188,7 +188,16 @@ def test_tokens_that_the_mask_does_not_cover_are_refused():
         with pytest.raises(
             ValueError, match=rf"tokens of a.gate must be those of attention_mask \[5, 4\], got {num_tokens}"
         ):
-            forward.token_mask("a.gate", num_tokens)
+            forward.token_mask("a.gate", num_tokens, torch.device("cpu"))
+
+
+def test_layers_on_several_devices_read_padding_and_lengths_on_their_own(device):
+    """As with `device_map="auto"`. The input may also be on the host, because accelerate moves it."""
+    padded = ModelForward(torch.nn.Identity(), {"attention_mask": torch.ones(2, 3, device=device)})
+    packed = ModelForward(torch.nn.Identity(), {"cu_seq_lens_q": torch.tensor([0, 2, 6], device=device)})
+    for own in map(torch.device, (device, "meta")):
+        assert padded.token_mask("a.gate", 6, own).device.type == own.type
+        assert packed.sequence_lengths(6, own).device.type == own.type
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # of peft

@@ -225,7 +225,7 @@ class HookedRouter:
         if type(self.router).__name__ in PROBABILITIES:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
-        token_mask = None if forward is None else forward.token_mask(self.name, len(logits))
+        token_mask = None if forward is None else forward.token_mask(self.name, len(logits), logits.device)
         counts, loss = watches and self._counts(), None
         if counts or self._has_loss():
             routing = self._routing(logits, weights, chosen, token_mask, forward)
@@ -249,7 +249,7 @@ class HookedRouter:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         lengths = None
         if forward is not None and self.balance_losses.sequence:
-            lengths = forward.sequence_lengths(len(logits))
+            lengths = forward.sequence_lengths(len(logits), logits.device)
         chosen = chosen.to(torch.int32)
         chosen = chosen if token_mask is None else torch.where(token_mask[:, None], chosen, -1)
         info = TokenInfo(logits, logits.shape, token_mask, lengths, self.num_tokens)

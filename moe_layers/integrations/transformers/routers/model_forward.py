@@ -42,11 +42,12 @@ class ModelForward:
         mask = arguments.get("attention_mask")
         # Masks of other shapes than [B, S] are prepared for attention, and padding cannot be read from them.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        self._token_masks: dict[int, Tensor] = {}  # number of tokens -> mask, the same for all layers
+        # Number of tokens and device -> mask. Layers share it, unless a model spans several devices.
+        self._token_masks: dict[tuple[int, torch.device], Tensor] = {}
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
-    def token_mask(self, name: str, num_tokens: int) -> Tensor | None:  # [T] bool
-        """Return the mask of tokens that are not padding, or None without an attention mask [B, S].
+    def token_mask(self, name: str, num_tokens: int, device: torch.device) -> Tensor | None:  # [T] bool
+        """Return the mask of tokens that are not padding on a layer's device, or None without an attention mask [B, S].
 
         Raises:
             ValueError: the layer's tokens are not those of the mask.
@@ -60,22 +61,24 @@ class ModelForward:
                 f"moe_layers: the tokens of {name} must be those of attention_mask {list(mask.shape)}, "
                 f"got {num_tokens} tokens"
             )
-        if num_tokens not in self._token_masks:
+        form = num_tokens, device
+        if form not in self._token_masks:
             # With a cache, the mask also covers past tokens.
-            self._token_masks[num_tokens] = mask[:, mask.shape[1] - length :].reshape(-1).bool()
-        return self._token_masks[num_tokens]
+            self._token_masks[form] = mask[:, mask.shape[1] - length :].reshape(-1).bool().to(device)
+        return self._token_masks[form]
 
-    def sequence_lengths(self, num_tokens: int) -> Tensor | int | None:
-        """Return the lengths [N] of packed sequences. If none are packed, return one length for all sequences."""
+    def sequence_lengths(self, num_tokens: int, device: torch.device) -> Tensor | int | None:
+        """Return the lengths [N] of packed sequences on a layer's device. If none are packed, return one length for all
+        sequences."""
         boundaries = self._arguments.get("cu_seq_lens_q")
         if boundaries is not None:
-            return torch.diff(boundaries)
+            return torch.diff(boundaries).to(device)
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
         positions = self._arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
             # Each packed sequence starts at position 0. The number of sequences is read from the device.
             starts = (positions[0] == 0).nonzero().flatten()
-            return torch.diff(starts, append=starts.new_full((1,), num_tokens))
+            return torch.diff(starts, append=starts.new_full((1,), num_tokens)).to(device)
         return num_tokens // batch if batch else None
 
     def check_single_loss(self) -> None:
