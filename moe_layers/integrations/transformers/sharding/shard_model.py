@@ -172,7 +172,9 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
 def ignore_in_ddp(model: nn.Module) -> None:
     """Exclude experts that `shard_experts` sharded from DistributedDataParallel. Their gradients are complete.
 
-    All ranks must share the experts. If several ranks hold copies of an expert, use FSDP2, which averages them.
+    All ranks must share the experts. If several ranks hold copies of an expert, use FSDP2, which averages them. Put the
+    experts, which are DTensors, in a parameter group of their own: an optimizer that updates a group at once, as on
+    GPUs by default, refuses DTensors beside other tensors.
 
     Args:
         model: the module that DistributedDataParallel will wrap; with PEFT the PeftModel.
