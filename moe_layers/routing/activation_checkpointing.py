@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 from moe_kernels.runtime.pytorch import is_in_backward
+
+# FSDP2 labels its work for profilers. A recomputation may do more of it than the forward did, for instance with a
+# shared expert behind experts in a group of their own. Selective checkpointing refuses further ops, labels included.
+_profiler = torch.ops.profiler
+SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:

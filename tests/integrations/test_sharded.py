@@ -314,6 +314,8 @@ FAMILY = (uneven_tokens_and_padding, frozen_parts, checkpointing, lora, three_st
 MORE = {
     "qwen3_moe": (other_wrappings, outputs_changed_in_place, copies),
     "gpt_oss": (other_wrappings, checkpointed_and_compiled_steps),
+    # Its shared experts run after the routed ones, so FSDP2 labels more work in a recomputation than in forward.
+    "deepseek_v3": (checkpointed_and_compiled_steps,),
 }
 
 
