@@ -100,7 +100,8 @@ class RankDispatcher(ABC):
 
     def num_slots(self, slots: Slots) -> int:
         """Return an upper bound on the slots that reach an expert."""
-        return slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
+        num_slots = slots.topk_experts.numel()
+        return num_slots if slots.max_rows is None else min(slots.max_rows, num_slots)
 
 
 def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:

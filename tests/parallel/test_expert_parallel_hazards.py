@@ -207,7 +207,7 @@ def early_slots_within_the_bound(device):
 
     def route(logits):  # the first token's slots, all for experts of the first rank
         experts = (torch.arange(6, device=device) % (NUM_EXPERTS // num_ranks)).int()
-        return TokenExpertPairs(torch.zeros_like(experts), experts, logits[0, experts.long()].sigmoid())
+        return TokenExpertPairs(torch.zeros_like(experts), experts, logits[:1, experts.long()].sum(0).sigmoid())
 
     few = torch.arange(3, dtype=torch.int32, device=device).expand(12, 3)
     kinds = (
@@ -215,12 +215,13 @@ def early_slots_within_the_bound(device):
         ({"capacity": CapacityFactor(0.5)}, {"topk_experts": few}),
         ({"assignment": ExpertChoice()}, {}),
     )
-    for (options, given), dispatcher, chunks in product(kinds, ("alltoall", "allgather", "overlapped"), (2, 6)):
+    for (options, given), dispatcher, chunks in product(kinds, ("alltoall", "allgather", "overlapped"), (1, 2, 6)):
         one, many = make_layer(device, **options), make_layer(device, **options)
         shard_experts(many, mesh, dispatcher, chunks=chunks, max_rows_factor=float(num_ranks))
         for layer in (one, many):
             nn.init.zeros_(layer.router.weight)  # ties: each expert chooses the first tokens
         assert_close(many(x, **given), one(x, **given))
+        assert len(many(x[:0], **{name: tensor[:0] for name, tensor in given.items()})) == 0
 
 
 def unequal_gradients(device):
