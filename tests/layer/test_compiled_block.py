@@ -68,6 +68,16 @@ def step(run, x, block):
     return out.detach(), *torch.autograd.grad(out.float().square().mean(), [x, *block.parameters()])
 
 
+def test_sizes_may_be_symbols_from_the_start(device):
+    """The compiler then makes floats of the router's and the activation's settings symbols, too."""
+    torch._dynamo.reset()
+    block = make_block(device, **FORMS["everything"])
+    run = torch.compile(block, dynamic=True, backend="aot_eager", fullgraph=True)
+    for length in LENGTHS[:2]:
+        x = make_x(length, device)
+        torch.testing.assert_close(step(run, x, block), step(block, x, block), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if ON_GPU else [])], ids=str)
 @pytest.mark.parametrize("form", default_tier(FORMS, ["everything"]))
 def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
