@@ -119,7 +119,8 @@ class Recording(TorchDispatchMode):
         with observing_launches(self._observe), self:
             result = function(*args)
         if not any(isinstance(step, RecordedLaunch) for step in self.steps):
-            self.obstacle = self.obstacle or "launches no kernel"  # the reference may read values by `tolist`, unseen here
+            # The reference reads values on the host by `tolist`, which no mode sees.
+            self.obstacle = self.obstacle or "launches no kernel"
         return result
 
     def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
