@@ -101,6 +101,7 @@ def has_saved_tensors_hooks() -> bool:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call.
 
-    PyTorch refuses a message of 255 characters or more, so a longer one is cut."""
-    message = message if len(message) < 255 else f"{message[:251]}..."
+    PyTorch refuses a message of 255 bytes or more, so a longer one is cut."""
+    encoded = message.encode()
+    message = message if len(encoded) < 255 else encoded[:251].decode(errors="ignore") + "..."
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]  # private API

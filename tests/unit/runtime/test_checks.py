@@ -174,6 +174,6 @@ def test_messages_of_device_assertions_are_short(monkeypatch):
     """PyTorch refuses long ones on a GPU only."""
     messages = []
     monkeypatch.setattr(torch, "_assert_async", lambda condition, message: messages.append(message))
-    for message in ("x" * 254, "y" * 255):
+    for message in ("x" * 254, "y" * 255, "é" * 200):
         assert_on_device(torch.tensor(True), message)
-    assert messages == ["x" * 254, "y" * 251 + "..."]
+    assert messages == ["x" * 254, "y" * 251 + "...", "é" * 125 + "..."]
