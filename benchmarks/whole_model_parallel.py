@@ -8,15 +8,19 @@
 The model has the width of the published one, few layers, a vocabulary of 32,000 and random weights. Each rank has its
 own tokens. A call is a forward and backward, with the communication that averages the gradients. Ways:
 
-* `one_gpu`: every rank has the whole model and averages nothing, with these experts
-* `shard_experts/DISPATCHER`: the ranks share the experts, FSDP2 shards the rest
+* `one_gpu`: every rank has the whole model and averages nothing, with these experts; not if two copies of the
+  parameters take most of a GPU's memory
+* `shard_experts/DISPATCHER`: all ranks share the experts, FSDP2 shards the rest
 * `fsdp2`: FSDP2 shards everything and gathers whole layers, with these experts
 * `transformers/IMPLEMENTATION`: transformers' own expert parallelism and FSDP2, with `ep_implementation`
 
 Before its times, the losses of a way and the norm of the averaged gradient must agree with those of transformers' own
-experts on one rank. A way that fails has an `error` instead of times. Ways run one after another, because memory may
-not hold two; `one_gpu` runs first and last, to show drift. The slowest rank of each call counts. `comm_ms` is the time
-of collectives on the first rank, hidden or not. `peak_gib` includes parameters and gradients.
+experts on one rank. Without `one_gpu` the norm must be that of the first way. A way that fails has an `error` instead
+of times. Ways run one after another, because memory may not hold two; `one_gpu` runs first and last, to show drift. The
+slowest rank of each call counts. `comm_ms` is the time of collectives on the first rank, hidden or not. `peak_gib`
+includes parameters and gradients.
+
+With balanced routing, token t gets the experts t * K to t * K + K - 1 modulo E, and the router's weights.
 
 `--plan` predicts whole models on 8 and 64 GPUs, see `benchmarks.parallel.plan`.
 """
@@ -25,7 +29,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +57,42 @@ ONE = "one_gpu"
 SHARDED = ("shard_experts/auto", "shard_experts/alltoall", "shard_experts/allgather", "shard_experts/overlapped")
 BY_TRANSFORMERS = ("transformers/all_to_all", "transformers/moe_layers")
 WAYS = (ONE, *SHARDED, "fsdp2", *BY_TRANSFORMERS)
-COLUMNS = ("model", "layers", "batch", "length", "processes", "way", "ms", "tokens_per_s_per_gpu", "times_one_gpu")
-COLUMNS += ("comm_ms", "comm_share", "peak_gib", "error")
-EMPTY = dict.fromkeys(COLUMNS[6:])
+COLUMNS = ("model", "layers", "batch", "length", "routing", "checkpointing", "processes", "way")
+MEASURED = ("ms", "tokens_per_s_per_gpu", "times_one_gpu", "comm_ms", "comm_share", "peak_gib", "error")
+COLUMNS += MEASURED
+EMPTY = dict.fromkeys(MEASURED)
 
 
-def make(name: str, options: argparse.Namespace, model_name: str, device: torch.device) -> Any:
+@dataclass
+class Expected:
+    loss: float  # this rank's
+    norm: float | None  # of the ranks' mean gradient; None until a way has computed it
+
+
+def build(shared: Row, options: argparse.Namespace, device: torch.device) -> Any:
+    """Return the model without these experts."""
+    model: Any = make_model(shared["model"], shared["layers"], str(device), options.dtype).train()
+    if shared["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if shared["routing"] == "balanced":
+        routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+        assert len(routers) == shared["layers"], "no layer's router may be missed"
+        for router in routers:
+            router.register_forward_hook(choose_in_turns)
+    return model
+
+
+def choose_in_turns(router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Replace a router's choice [T, K], its last output, such that all experts get equally many tokens."""
+    choice = outputs[-1]
+    num_experts = router.weight.shape[0]
+    turns = torch.arange(choice.numel(), device=choice.device, dtype=choice.dtype) % num_experts
+    return *outputs[:-1], turns.view(choice.shape)
+
+
+def make(name: str, shared: Row, options: argparse.Namespace, device: torch.device) -> Any:
     """Return the model in one of the ways. All ranks draw the same weights."""
-    model: Any = make_model(model_name, options.layers, str(device), options.dtype).train()
+    model = build(shared, options, device)
     kind, _, choice = name.partition("/")
     if kind == "transformers":
         return by_transformers(model, choice)
@@ -67,14 +101,13 @@ def make(name: str, options: argparse.Namespace, model_name: str, device: torch.
         return model
     num_ranks = distributed.get_world_size()
     everyone = init_device_mesh(device.type, (num_ranks,))
+    ignored: set[nn.Parameter] = set()
     if kind == "shard_experts":
-        mesh = init_device_mesh(device.type, (1, num_ranks), mesh_dim_names=("efsdp", "ep"))
-        report = shard_experts(model, mesh["ep"], dispatcher=choice)
-        for experts in report.experts.values():
-            fully_shard(experts, mesh=mesh["efsdp"])
+        report = shard_experts(model, everyone, dispatcher=choice)
+        ignored = {parameter for experts in report.experts.values() for parameter in experts.parameters()}
     for layer in model.model.layers:
-        fully_shard(layer, mesh=everyone)
-    return fully_shard(model, mesh=everyone)
+        fully_shard(layer, mesh=everyone, ignored_params=ignored)
+    return fully_shard(model, mesh=everyone, ignored_params=ignored)
 
 
 def by_transformers(model: Any, implementation: str) -> nn.Module:
@@ -95,32 +128,37 @@ def run(model: nn.Module, tokens: Tensor) -> Tensor:  # scalar
     return loss.detach()
 
 
-def expected(options: argparse.Namespace, model_name: str, tokens: Tensor) -> tuple[float, float]:
-    """Return this rank's loss, and the norm of the ranks' mean gradient, with transformers' own experts."""
-    model = make_model(model_name, options.layers, str(tokens.device), options.dtype).train()
+def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expected:
+    """Return what transformers' own experts give. The norm is missing if gradients need too much memory."""
+    model = build(shared, options, tokens.device)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    if tokens.is_cuda and 2 * num_bytes > 0.7 * torch.cuda.get_device_properties(tokens.device).total_memory:
+        with torch.no_grad():
+            return Expected(model(input_ids=tokens, labels=tokens).loss.item(), None)
     loss = run(model, tokens)
     for parameter in model.parameters():
         if parameter.grad is not None:
             distributed.all_reduce(parameter.grad)
             parameter.grad /= distributed.get_world_size()
-    return loss.item(), clip_grad_norm_(model.parameters(), float("inf")).item()
+    return Expected(loss.item(), clip_grad_norm_(model.parameters(), float("inf")).item())
 
 
-def check(name: str, model: nn.Module, tokens: Tensor, wanted: tuple[float, float]) -> None:
+def check(name: str, model: nn.Module, tokens: Tensor, wanted: Expected) -> None:
     """Raise AssertionError, on all ranks, unless a call has the wanted loss and, where it is averaged, gradient."""
-    loss = run(model, tokens).item()
-    norm = wanted[1] if name == ONE else clip_grad_norm_(model.parameters(), float("inf")).item()
+    loss, norm = run(model, tokens).item(), wanted.norm
+    if name != ONE:
+        norm = clip_grad_norm_(model.parameters(), float("inf")).item()
+    wanted.norm = norm if wanted.norm is None else wanted.norm
+    assert norm is not None and wanted.norm is not None
     unit = 1e-2 if tokens.is_cuda else 1e-4
-    errors = torch.tensor([abs(loss / wanted[0] - 1) / unit, abs(norm / wanted[1] - 1) / (5 * unit)])
+    errors = torch.tensor([abs(loss / wanted.loss - 1) / unit, abs(norm / wanted.norm - 1) / (5 * unit)])
     errors = errors.to(tokens.device)
     distributed.all_reduce(errors, distributed.ReduceOp.MAX)
     assert errors.max() <= 1, f"loss {loss} and norm {norm} must be {wanted}"
 
 
-def measure(
-    name: str, options: argparse.Namespace, model_name: str, tokens: Tensor, wanted: tuple[float, float]
-) -> Row:
-    model = make(name, options, model_name, tokens.device)
+def measure(name: str, shared: Row, options: argparse.Namespace, tokens: Tensor, wanted: Expected) -> Row:
+    model = make(name, shared, options, tokens.device)
     free_memory()
     check(name, model, tokens, wanted)
     call = partial(run, model, tokens)
@@ -152,18 +190,18 @@ def communication_ms(call: Callable[[], object], device: torch.device) -> float:
 
 
 def bench(shared: Row, options: argparse.Namespace, device: torch.device) -> list[Row]:
-    model_name, rank = shared["model"], distributed.get_rank()
+    rank = distributed.get_rank()
     tokens = draw_tokens(shared["batch"] * distributed.get_world_size(), shared["length"], str(device))
     tokens = tokens.chunk(distributed.get_world_size())[rank]
-    wanted = expected(options, model_name, tokens)
+    wanted = expected(shared, options, tokens)
     free_memory()
     rows = []
-    ways = [ONE, *(name for name in options.ways if name != ONE), ONE]
-    for name in ways:
-        found, error = attempt(partial(measure, name, options, model_name, tokens, wanted))
+    ways = [name for name in options.ways if name != ONE]
+    for name in ways if wanted.norm is None else (ONE, *ways, ONE):
+        found, error = attempt(partial(measure, name, shared, options, tokens, wanted))
         rows.append({**shared, "way": name, **EMPTY, **(found or {}), "error": error})
         free_memory()
-    one_ms = rows[0]["ms"]
+    one_ms = rows[0]["ms"] if rows[0]["way"] == ONE else None
     for row in rows:
         row["times_one_gpu"] = one_ms / row["ms"] if row["ms"] and one_ms else None
     return rows
@@ -173,6 +211,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["qwen3-30b-a3b", "gpt-oss-20b"])
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="of each rank")
+    parser.add_argument("--routing", nargs="+", choices=("learned", "balanced"), default=["learned"])
+    parser.add_argument("--checkpointing", action="store_true", help="of every layer")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     implementations, ours = ("triton", "reference"), "of these experts; default: by device"
     parser.add_argument("--implementation", choices=implementations, help=ours)
@@ -189,11 +229,11 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
         print_rows(plan.predictions(rows), plan.COLUMNS)
         return
     with process_group(options.device) as device:
-        for model in options.models:
-            for batch, length in options.tokens:
-                sizes = {"layers": options.layers, "batch": batch, "length": length}
-                shared: Row = {"model": model, **sizes, "processes": distributed.get_world_size()}
-                yield shared, partial(bench, shared, options, device)
+        for model, (batch, length), routing in product(options.models, options.tokens, options.routing):
+            shared: Row = {"model": model, "layers": options.layers, "batch": batch, "length": length}
+            shared |= {"routing": routing, "checkpointing": options.checkpointing}
+            shared["processes"] = distributed.get_world_size()
+            yield shared, partial(bench, shared, options, device)
 
 
 main = Command(

@@ -132,7 +132,8 @@ def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
 
 
 def _rows_of(rows: list[Row], way: str) -> list[Row]:
-    return [row for row in rows if row["way"] == way and row["ms"] and row["model"] in _BY_NAME]
+    plain = [row for row in rows if row["model"] in _BY_NAME and not row.get("checkpointing")]
+    return [row for row in plain if row["way"] == way and row["ms"]]
 
 
 _BY_NAME = {model.name: model for model in MODELS}
@@ -140,7 +141,7 @@ _VOCABULARY = 32000  # of the measured models
 
 
 def measured_rate(rows: list[Row]) -> float | None:
-    """Return the FLOP/s of one GPU in the last row without communication; its layers are not checkpointed."""
+    """Return the FLOP/s of one GPU in the last row without communication."""
     for row in reversed(_rows_of(rows, "one_gpu")):
         model, layers = _BY_NAME[row["model"]], row["layers"]
         number, width = model.heads

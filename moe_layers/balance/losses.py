@@ -31,6 +31,8 @@ from ..routing.result import SCORES, LayerRouting, spread_slots
 
 # The experts whose slots `sequence_load_balancing_loss` counts.
 COUNTS = ("scores", "choices")
+# Not made inside a function, because compilers with dynamic shapes cannot trace its checks.
+_SOFTMAX = RouterSpec.softmax(normalize=False)
 
 
 def load_balancing_loss(
@@ -185,7 +187,7 @@ def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [
         return chosen
     # Scores have the order of logits, so the highest logits give the experts with the highest scores.
     top_k = min(chosen.shape[1], routing.logits.shape[1])
-    highest = topk_routing(routing.logits.detach(), top_k, RouterSpec.softmax(normalize=False)).topk_experts
+    highest = topk_routing(routing.logits.detach(), top_k, _SOFTMAX).topk_experts
     num_chosen = (chosen >= 0).sum(1, keepdim=True)
     return torch.where(torch.arange(top_k, device=chosen.device) < num_chosen, highest, -1)
 
