@@ -185,7 +185,7 @@ def tables_of(options: argparse.Namespace) -> Table:
         return measurements.read(options.table)
     if not torch.cuda.is_available():
         raise SystemExit("rule_of_thumb: kernels run on a CUDA GPU, got none")
-    table = measurements.merged_table(torch.cuda.get_device_name())
+    table = measurements.table_of(torch.cuda.get_device_name())
     if not table.kernels:
         raise SystemExit(f"rule_of_thumb: there is no table of {torch.cuda.get_device_name()}")
     return table

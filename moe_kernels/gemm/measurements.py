@@ -1,6 +1,6 @@
-"""Files of measured kernels: the tables shipped in the package, and the user's tables, which `tune` writes.
+"""Files of measured kernels, which `tune` writes: a table for each GPU model.
 
-MOE_KERNELS_TUNING names the folder of the user's tables; "off" disables them. Default: moe_kernels in the user's cache.
+MOE_KERNELS_TUNING names the folder of the tables; "off" disables them. Default: moe_kernels in the user's cache.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ import json
 import os
 from pathlib import Path
 from typing import NamedTuple
-
-SHIPPED = Path(__file__).parent.parent / "measurements"
 
 
 class Table(NamedTuple):
@@ -30,7 +28,7 @@ class Table(NamedTuple):
 
 
 def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
-    """Return the folder of the user's tables, or None if they are disabled.
+    """Return the folder of the tables, or None if they are disabled.
 
     Args:
         setting: the value of MOE_KERNELS_TUNING.
@@ -52,26 +50,14 @@ def table_name(gpu: str) -> str:
     return f"{gpu.lower().replace(' ', '_')}.json"
 
 
-def paths(gpu: str) -> list[Path]:
-    """Return the existing tables of a GPU model; later tables override earlier ones."""
-    return [path for folder in _folders() if (path := folder / table_name(gpu)).exists()]
+def paths(gpu: str | None = None) -> list[Path]:
+    """Return the existing tables of a GPU model, at most one, or of all models."""
+    return [] if USER is None else sorted(USER.glob("*.json" if gpu is None else table_name(gpu)))
 
 
-def all_paths() -> list[Path]:
-    """Return the existing tables of all GPU models, the shipped ones first."""
-    return [path for folder in _folders() for path in sorted(folder.glob("*.json"))]
-
-
-def _folders() -> list[Path]:
-    return [SHIPPED] if USER is None else [SHIPPED, USER]
-
-
-def merged_table(gpu: str) -> Table:
-    """Return all entries for a GPU model."""
-    table = Table({}, {})
-    for path in paths(gpu):
-        table = table.merged(read(path))
-    return table
+def table_of(gpu: str) -> Table:
+    """Return the table of a GPU model; without one, an empty table."""
+    return next(map(read, paths(gpu)), Table({}, {}))
 
 
 def read(path: Path) -> Table:

@@ -26,7 +26,7 @@ from .arguments.base import Arguments, rows_bucket
 from .arguments.grouped import GroupedGemmArguments
 from .kernel import Kernel, KernelMetadata, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
-from .measurements import Table, merged_table
+from .measurements import Table, table_of
 from .rule import best_first
 from .verify import verified, verify_interval
 
@@ -323,10 +323,10 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the shipped table of this GPU, overridden by the user's own; an empty table if there is none."""
+    """Return the user's table of this GPU; an empty one if there is none."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
-    return merged_table(torch.cuda.get_device_name(device))
+    return table_of(torch.cuda.get_device_name(device))
 
 
 def copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> str:

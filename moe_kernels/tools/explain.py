@@ -64,7 +64,7 @@ def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device)), True
-    table = measurements.merged_table(gpu) if gpu and HAS_TRITON else Table({}, {})
+    table = measurements.table_of(gpu) if gpu and HAS_TRITON else Table({}, {})
     return Target(cc or 90, gpu, table), False
 
 
@@ -139,10 +139,9 @@ def print_tables(target: Target) -> None:
         for path in paths:
             print(f"Table: {path} ({len(measurements.read(path).kernels)} kernels)")
     else:
-        shipped = ", ".join(sorted(path.name for path in measurements.SHIPPED.glob("*.json")))
-        wanted = measurements.table_name(target.gpu)
-        print(f"Table: none: there is no {wanted}, only {shipped}; a rule of thumb selects")
-    print(f"Own tables: {measurements.USER or 'switched off by MOE_KERNELS_TUNING'}")
+        where = f"no {measurements.table_name(target.gpu)} in {measurements.USER}"
+        off = "switched off by MOE_KERNELS_TUNING"
+        print(f"Table: none, {off if measurements.USER is None else where}; a rule of thumb selects")
 
 
 def print_steps(layer: Layer, steps: list[Step], target: Target) -> None:

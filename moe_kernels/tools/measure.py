@@ -76,9 +76,8 @@ def show_command(options: argparse.Namespace) -> int:
 
 def verify_command(options: argparse.Namespace) -> int:
     _this_gpu("verify")
-    table = Table({}, {})
-    for path in _tables("verify", options):
-        table = table.merged(measurements.read(path))
+    (path,) = _tables("verify", options)
+    table = measurements.read(path)
     errors = verify(table, "cuda")
     print(f"{len(table.kernels) - len(errors)} of {len(table.kernels)} kernels agree with the reference")
     return 1 if errors else 0
@@ -130,11 +129,11 @@ def _tables(command: str, options: argparse.Namespace) -> list[Path]:
     if options.table is not None:
         return [options.table]
     if options.gpu is None and command == "show" and not torch.cuda.is_available():
-        return measurements.all_paths()
+        return measurements.paths()
     gpu = options.gpu or _this_gpu(command)
     if paths := measurements.paths(gpu):
         return paths
-    raise SystemExit(f"{command}: there is no {measurements.table_name(gpu)}, neither shipped nor your own")
+    raise SystemExit(f"{command}: there is no {measurements.table_name(gpu)}; tune writes it")
 
 
 def add_commands(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Tables of measured kernels: the shipped one, the user's over it, and the selector that reads them."""
+"""Tables of measured kernels, and the selector that reads them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 from moe_kernels import GroupedGemmArguments, WarpSpecializedDesign, get_kernels
 from moe_kernels.gemm import measurements, selection
 from moe_kernels.gemm.kernel import Kernel
-from moe_kernels.gemm.measurements import Table, merged_table, read, table_name, user_folder, write
+from moe_kernels.gemm.measurements import Table, read, table_name, table_of, user_folder, write
 from moe_kernels.runtime.triton import HAS_TRITON
 
 from ...processes import run_python
@@ -17,28 +17,25 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="without Triton nothing i
 
 
 @pytest.fixture
-def folders(tmp_path, monkeypatch):
-    monkeypatch.setattr(measurements, "SHIPPED", tmp_path / "shipped")
-    monkeypatch.setattr(measurements, "USER", tmp_path / "user")
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(measurements, "USER", tmp_path)
     return tmp_path
 
 
-def test_ones_own_table_lies_over_the_shipped_one(folders):
-    shipped = Table({"a": "shipped", "b": "shipped"}, {"c": [True] * 3, "d": [True] * 3}, {"a": 1.0, "b": 2.0})
-    write(folders / "shipped" / table_name("GPU X"), shipped, gpu="GPU X")
-    assert merged_table("GPU X") == shipped
-    write(folders / "user" / table_name("GPU X"), Table({"a": "own", "e": "own"}, {"c": [False] * 3}))
-    merged = merged_table("GPU X")
-    assert merged.kernels == {"a": "own", "b": "shipped", "e": "own"}
+def test_later_entries_replace_earlier_ones():
+    earlier = Table({"a": "earlier", "b": "earlier"}, {"c": [True] * 3, "d": [True] * 3}, {"a": 1.0, "b": 2.0})
+    merged = earlier.merged(Table({"a": "later", "e": "later"}, {"c": [False] * 3}))
+    assert merged.kernels == {"a": "later", "b": "earlier", "e": "later"}
     assert merged.copies == {"c": [False] * 3, "d": [True] * 3}
-    assert merged.milliseconds == {"b": 2.0}  # the shipped kernel's time does not apply to the user's kernel
-    assert merged_table("GPU Y") == Table({}, {})
+    assert merged.milliseconds == {"b": 2.0}  # an earlier kernel's time does not apply to the later one
 
 
-def test_off_reads_the_shipped_table_alone(folders, monkeypatch):
-    write(folders / "user" / table_name("GPU X"), Table({"a": "own"}, {}))
-    monkeypatch.setattr(measurements, "USER", None)
-    assert merged_table("GPU X") == Table({}, {})
+def test_a_gpu_has_its_own_table(folder, monkeypatch):
+    table = Table({"a": "own"}, {})
+    write(folder / table_name("GPU X"), table, gpu="GPU X")
+    assert table_of("GPU X") == table and table_of("GPU Y") == Table({}, {})
+    monkeypatch.setattr(measurements, "USER", None)  # off
+    assert table_of("GPU X") == Table({}, {})
 
 
 def test_a_folder_is_named_once_at_import():
@@ -65,14 +62,14 @@ def test_a_file_without_a_table_is_named(tmp_path, content):
         read(path)
 
 
-def test_the_selector_takes_what_ones_own_table_names(folders, monkeypatch, device):
+def test_the_selector_takes_what_ones_own_table_names(folder, monkeypatch, device):
     rows = torch.randn(40, 32, device=device)
     offsets = torch.tensor([10, 40], dtype=torch.int32, device=device)
     args = GroupedGemmArguments(rows, rows.new_ones(2, 32, 48), rows.new_empty(40, 48), offsets=offsets)
     last = get_kernels(args)[-1]
     assert selection.select(args) is not last
-    write(folders / "user" / table_name("GPU X"), Table({args.table_key(): last.metadata.kernel_name}, {}))
-    monkeypatch.setattr(selection, "table_for", lambda device: merged_table("GPU X"))
+    write(folder / table_name("GPU X"), Table({args.table_key(): last.metadata.kernel_name}, {}))
+    monkeypatch.setattr(selection, "table_for", lambda device: table_of("GPU X"))
     monkeypatch.setattr(selection, "_selected", {})
     assert selection.select(args) is last
 
