@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import subprocess
@@ -60,14 +61,23 @@ def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[s
     return {case.__name__: _failure(folder, case.__name__) for case in cases}
 
 
+def on_cpu(reason: str) -> pytest.MarkDecorator:
+    """Return a mark of a test, or of a case of `make_test`, that is skipped where there is a GPU."""
+    return pytest.mark.skipif(torch.cuda.is_available(), reason=f"computes on CPUs, with gloo: {reason}")
+
+
 def make_test(cases: list[Callable], num_processes: int) -> Callable:
     """Return a test with one parameter per case. The first one runs all cases, in one group of processes."""
     failures: dict[str, str] = {}
+    marks = {case.__name__: getattr(case, "pytestmark", []) for case in cases}
+    running = [case for case in cases if not (marks[case.__name__] and torch.cuda.is_available())]
 
-    @pytest.mark.parametrize("case", cases, ids=lambda case: case.__name__)
+    @pytest.mark.parametrize(
+        "case", [pytest.param(case, id=case.__name__, marks=marks[case.__name__]) for case in cases]
+    )
     def test(case, tmp_path_factory):
         if not failures:
-            failures.update(run_cases(cases, num_processes, tmp_path_factory.mktemp("processes")))
+            failures.update(run_cases(running, num_processes, tmp_path_factory.mktemp("processes")))
         assert not failures[case.__name__], failures[case.__name__]
 
     return test
@@ -125,10 +135,13 @@ def _failure(folder: Path, name: str) -> str:
 
 def _run(rank: int, cases: list[Callable], num_processes: int, folder: str) -> None:
     torch.set_num_threads(1)
+    for name in PRELOADED:  # before a case changes torch.float32; a forked process has them
+        importlib.import_module(name)
     has_gpus = torch.cuda.is_available()
     device = torch.device("cuda", rank) if has_gpus else torch.device("cpu")
     if has_gpus:
         torch.cuda.set_device(device)
+        os.environ["LOCAL_RANK"] = str(rank)  # as torchrun does; transformers and accelerate choose the GPU by it
     elif HAS_TRITON:
         from .interpreter import quicken
 

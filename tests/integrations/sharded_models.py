@@ -10,8 +10,6 @@ import transformers
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..checkpoint.golden import FASTEST
-
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -70,6 +68,12 @@ def all_in_float64():
             torch.set_default_dtype(FLOAT32)
 
 
+def here():
+    """Return this rank's device: its GPU if the group is one of NCCL."""
+    is_gpu = distributed.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+
+
 def build(kind, dtype=torch.float64, seed=0, **changes):
     """Return a model in training mode with its own experts and weights of unit scale."""
     transformers.logging.set_verbosity_error()
@@ -81,15 +85,15 @@ def build(kind, dtype=torch.float64, seed=0, **changes):
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.3)
-    return model.to(dtype).train()
+    return model.to(here(), dtype).train()
 
 
 def sharded(model, mesh=None, **options):
     """Enable a model and share its experts among all ranks."""
     from moe_layers.integrations.transformers import enable, shard_experts
 
-    enable(model, implementation=FASTEST)
-    mesh = init_device_mesh("cpu", (distributed.get_world_size(),)) if mesh is None else mesh
+    enable(model, implementation="reference")
+    mesh = init_device_mesh(here().type, (distributed.get_world_size(),)) if mesh is None else mesh
     shard_experts(model, mesh, **options)
     return model
 
@@ -102,7 +106,7 @@ def batches(sizes, pad=0, seed=100):
         mask = torch.ones_like(ids)
         if pad and size:
             mask[:, -pad:] = 0
-        made.append((ids, mask))
+        made.append((ids.to(here()), mask.to(here())))
     return made
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from ..markdown import blocks_of
-from ..processes import ROOT, gloo_group, make_test
+from ..processes import ROOT, gloo_group, make_test, on_cpu
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed", exc_type=ImportError)
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.filterwarnings("default::pytest.PytestWarning")]
@@ -188,8 +188,7 @@ def expert_parallel(device):
     parallel_state.destroy_model_parallel()
 
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test computes on CPUs, with gloo")
-test_two_processes = on_cpu(make_test([expert_parallel], 2))
+test_two_processes = on_cpu("Megatron's groups are those of gloo")(make_test([expert_parallel], 2))
 
 
 @pytest.mark.parametrize("delayed", [False, True])

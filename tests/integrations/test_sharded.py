@@ -27,6 +27,7 @@ from .sharded_models import (  # noqa: E402
     batches,
     build,
     gradients_of,
+    here,
     logits_of,
     loss_of,
     own,
@@ -222,7 +223,7 @@ def by_accelerate(model, report, meshes):
     )
     settings = {"torch_device_mesh": None, "mixed_precision": "no", "is_main_process": True}
     state = SimpleNamespace(fsdp_plugin=plugin)
-    wrapped = fsdp2_prepare_model(SimpleNamespace(state=state, device=torch.device("cpu"), **settings), model)
+    wrapped = fsdp2_prepare_model(SimpleNamespace(state=state, device=here(), **settings), model)
     return wrapped, wrapped.set_requires_gradient_sync
 
 
@@ -251,8 +252,8 @@ def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointing=None, compiled=Fa
         model = build(kind)
         enable(model, implementation="reference")
         size = distributed.get_world_size()
-        experts = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
-        meshes = experts, init_device_mesh("cpu", (size,))
+        experts = init_device_mesh(here().type, (size // 2, 2), mesh_dim_names=("efsdp", "ep"))
+        meshes = experts, init_device_mesh(here().type, (size,))
         report = shard_experts(model, meshes[0]["ep"], **options)
         if checkpointing is not None:
             model.gradient_checkpointing_enable({"use_reentrant": False, **checkpointing})

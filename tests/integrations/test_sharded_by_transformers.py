@@ -21,6 +21,7 @@ from .sharded_models import (  # noqa: E402
     batches,
     build,
     gradients_of,
+    here,
     own,
     saved,
     shared_folder,
@@ -99,7 +100,7 @@ def lora():
             with pytest.raises(
                 ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
             ):
-                shard_experts(model, init_device_mesh("cpu", (2,)))
+                shard_experts(model, init_device_mesh(here().type, (2,)))
         model = adapted(model)
         with pytest.raises(ValueError, match="Qwen3MoeExperts: adapters must be merged into whole experts, got"):
             model.base_model.model.model.layers[0].mlp.experts.merge()
@@ -143,7 +144,7 @@ def train(model):
         logging_steps=1,
         save_strategy="no",
         report_to=[],
-        use_cpu=True,
+        use_cpu=here().type == "cpu",
         disable_tqdm=True,
         seed=7,
     )
@@ -197,7 +198,7 @@ def experts_without_the_interface():
     folder, config = shared_folder(), config_of("step3p7_text")
     config.n_routed_experts = 16
     torch.manual_seed(0)
-    model, drawn = (model_class_of("step3p7_text")._from_config(config).double().eval() for _ in range(2))
+    model, drawn = (model_class_of("step3p7_text")._from_config(config).to(here()).double().eval() for _ in range(2))
     model.load_state_dict(initialise(drawn).state_dict())  # without its limits
     if distributed.get_rank() == 0:
         model.save_pretrained(folder)

@@ -14,12 +14,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..processes import make_test
+from ..processes import make_test, on_cpu
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
-from .sharded_models import batches, build, logits_of, loss_of, saved, sharded, shared_folder, whole  # noqa: E402
+from .sharded_models import (  # noqa: E402
+    batches,
+    build,
+    here,
+    logits_of,
+    loss_of,
+    saved,
+    sharded,
+    shared_folder,
+    whole,
+)
 
 sharding_utils = pytest.importorskip("transformers.distributed.sharding_utils")
 pytestmark = [
@@ -37,8 +47,11 @@ def load(folder, **options):
 
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
-    with reading_shares(init_device_mesh("cpu", (2,)), **{"implementation": "reference", **options}):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
+    place = {"device_map": {"": here()}} if here().type == "cuda" else {}
+    with reading_shares(init_device_mesh(here().type, (2,)), **{"implementation": "reference", **options}):
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", attn_implementation="eager", **place
+        )
 
 
 def files_of(folder):
@@ -107,6 +120,7 @@ def measured():
     result["read"] = Counted.total
 
 
+@on_cpu("the peak is that of the host's memory")
 def bytes_and_peak(device):
     """Each rank reads its share and what is not experts; it holds no more than that, one file and a tenth."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_hidden_layers": 3}
@@ -138,7 +152,7 @@ def files_are_those_of_one_process(device):
             # transformers sorts the tensors of a model that it loaded.
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 saved(model), dtype="auto", attn_implementation="eager"
-            )
+            ).to(here())
             expected, again = saved(model, max_shard_size=size), shared_folder()
             loaded = load(expected)
             assert torch.equal(logits_of(loaded, *batches((1,))[0]), logits_of(sharded(model), *batches((1,))[0]))
@@ -152,6 +166,7 @@ def files_are_those_of_one_process(device):
                 assert got[name] == content, (kind, name)
 
 
+@on_cpu("the ranks meet without collectives")
 def one_rank_alone(device):
     """A single caller gets an error soon, and a later call of all ranks works."""
     from moe_layers.integrations.transformers import save_sharded
@@ -179,6 +194,7 @@ class Interrupting:
         raise KeyboardInterrupt
 
 
+@on_cpu("the ranks tell errors without collectives")
 def errors_of_one_rank(device):
     """All ranks learn of them at once, and later calls of all ranks work."""
     from moe_layers.integrations.transformers import save_sharded
@@ -201,6 +217,7 @@ def errors_of_one_rank(device):
     load(folder)
 
 
+@on_cpu("folders are those of the host")
 def folders_that_cannot_be_written(device):
     from moe_layers.integrations.transformers import save_sharded
 
@@ -230,7 +247,8 @@ def prepared(ranks):
     """Return a model, and its optimizer, over a mesh of these ranks [efsdp, ep]; whole on each rank without one."""
     model = build("gpt_oss", torch.float32)
     if ranks is not None:
-        mesh, everyone = DeviceMesh("cpu", ranks, mesh_dim_names=("efsdp", "ep")), DeviceMesh("cpu", ranks.flatten())
+        kind = here().type
+        mesh, everyone = DeviceMesh(kind, ranks, mesh_dim_names=("efsdp", "ep")), DeviceMesh(kind, ranks.flatten())
         if distributed.get_rank() not in ranks:
             return None
         sharded(model, mesh["ep"])

@@ -12,14 +12,14 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from ..processes import gloo_group, make_test
+from ..processes import gloo_group, make_test, on_cpu
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 
 from .models import build as build_any  # noqa: E402
 from .models import draw_tokens, skip_old, step  # noqa: E402
-from .sharded_models import batches, build, logits_of, sharded  # noqa: E402
+from .sharded_models import batches, build, here, logits_of, sharded  # noqa: E402
 
 
 @pytest.fixture
@@ -212,7 +212,7 @@ def experts_that_do_not_divide(device):
 
 
 def sharded_by_two(model, **options):
-    return shard(model, init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), **options)
+    return shard(model, init_device_mesh(here().type, (2,), mesh_dim_names=("ep",)), **options)
 
 
 def problems_of_one_rank(device):
@@ -236,7 +236,7 @@ def problems_of_one_rank(device):
         unchanged(model),
         refused("no call within 1 seconds from rank 1" if rank == 0 else "'other'", (ValueError, KeyError)),
     ):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        mesh = init_device_mesh(here().type, (2,), mesh_dim_names=("ep",))
         shard(model, mesh["other" if rank else "ep"], seconds=1.0)
 
 
@@ -271,6 +271,7 @@ def configurations_that_disagree(device):
     sharded_by_two(model)
 
 
+@on_cpu("on a GPU the error ends the process")
 def gradients_of_one_rank(device):
     """A rank whose inputs need no gradient is an error on both ranks, which names the experts."""
     rank = distributed.get_rank()
@@ -280,6 +281,7 @@ def gradients_of_one_rank(device):
             logits_of(model, *batches((1, 1))[rank])
 
 
+@on_cpu("the ranks meet without collectives")
 def a_rank_that_stays_away(device):
     """It is an error, not a wait, and a later call of all ranks works."""
     model = enabled()

@@ -20,6 +20,7 @@ from .sharded_models import (  # noqa: E402
     batches,
     build,
     gradients_of,
+    here,
     logits_of,
     loss_of,
     own,
@@ -40,7 +41,7 @@ def enabled(model, **options):
 def shard(model, **options):
     from moe_layers.integrations.transformers import shard_experts
 
-    return shard_experts(model, init_device_mesh("cpu", (2,)), **options)
+    return shard_experts(model, init_device_mesh(here().type, (2,)), **options)
 
 
 def assert_same_steps(model, reference, sizes=(2, 1), tolerance=2e-5):
@@ -62,7 +63,7 @@ def fp8_experts(device):
     """transformers' FP8 experts, whose stored bytes and scales are sharded together."""
     from .test_quantized_models import pair
 
-    stored, reference = pair()[0].train(), pair()[0].train()
+    stored, reference = (pair()[0].to(here()).train() for _ in range(2))
     report = shard(enabled(stored), average_gradients=False)
     assert report.kept_bytes == report.freed_bytes > 0
     assert_same_steps(stored, enabled(reference))
@@ -77,7 +78,7 @@ def mxfp4_and_adapters(device):
 
     folder = shared_folder()
     expected, actual = folder / "expected", folder / "actual"
-    stored, reference = (load_stored(dtype=torch.float32) for _ in range(2))
+    stored, reference = (load_stored(dtype=torch.float32).to(here()) for _ in range(2))
     if distributed.get_rank() == 0:
         reference.save_pretrained(expected)
     shard(enabled(stored), average_gradients=False)
@@ -93,7 +94,7 @@ def mxfp4_and_adapters(device):
     with pytest.raises(ValueError, match=r"save_sharded: rank \d: adapters must be unloaded"):
         save_sharded(stored, actual)
     with (
-        reading_shares(init_device_mesh("cpu", (2,))),
+        reading_shares(init_device_mesh(here().type, (2,))),
         pytest.raises(ValueError, match="must not be quantised, got Gp"),
     ):
         load_stored()
@@ -175,7 +176,7 @@ def recomputed_choices(device):
     from moe_layers import save_routing
     from moe_layers.parallel.alltoall import AllToAllDispatcher
 
-    noise, sort, sent = torch.randn(24, 32), AllToAllDispatcher._sort, {False: [], True: []}
+    noise, sort, sent = torch.randn(24, 32).to(here()), AllToAllDispatcher._sort, {False: [], True: []}
 
     def disturb(module, args):
         return (args[0] + noise[: len(args[0])] * float(is_in_backward()),)

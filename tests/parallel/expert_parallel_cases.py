@@ -108,12 +108,19 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def assert_close(actual, expected):
+def assert_close(actual, expected, msg=None):
     """Compare up to the order of sums, relative to the largest value of the whole tensor."""
     assert actual.shape == expected.shape
     scale = expected.abs().max().item() if expected.numel() else 0.0
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-5}[expected.dtype]
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3), msg=msg)
+
+
+def assert_close_numbers(actual, expected, rtol, atol, msg=None):
+    """Compare number by number. On GPUs, where kernels add in other orders, compare as `assert_close` does."""
+    if actual.is_cuda:
+        return assert_close(actual, expected, msg)
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, msg=msg)
 
 
 TOKENS = 8  # per rank

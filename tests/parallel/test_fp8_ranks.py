@@ -22,7 +22,7 @@ def fp8_layer(device, seed=0, **options):
 def train(layer, device, steps=3):
     """Return the output of each step, and the parameters and gradients after the last."""
     x = draw(device, 12).float()
-    optimizer = torch.optim.SGD(layer.parameters(), 0.3)
+    optimizer = torch.optim.SGD(layer.parameters(), 0.3, foreach=False)  # foreach takes no DTensors beside tensors
     outs = []
     for _ in range(steps):
         optimizer.zero_grad()
