@@ -179,11 +179,25 @@ def test_sonicmoe_numbers_equal_their_results_file():
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, name
     inference, forward, both = (span([r[which] for r in ratios.values()]) for which in passes)
     assert f"the ratios are {both}, in forward {forward}, in inference {inference}." in PERFORMANCE
-    six = {which: span([r[which] for name, r in ratios.items() if name != "7b-fine"]) for which in passes}
-    assert f"they are {six['fwdbwd']}, {six['fwd']} and {six['inf']}." in PERFORMANCE
-    sonic = "| SonicMoE, hub version 2, H100 |"
-    assert f"{sonic} seven layers; forward alone | {both}; {forward} |\n" in README
-    assert six["fwdbwd"] == six["fwd"] and f"{sonic} six without fine-grained | {six['fwd']}, both |\n" in README
+    assert f"| SonicMoE, hub version 2, H100 | seven layers; forward alone | {both}; {forward} |\n" in README
+
+
+def test_the_newest_numbers_of_sonicmoe_equal_their_results_file():
+    ms = {(r["shape"], r["pass"], r["implementation"]): r["ms"] for r in load("sonicmoe_h100_9ef2af6.json")}
+    names = {key[0] for key in ms}
+    assert len(names) == 4
+    ratios = {which: {} for which in ("forward", "forward+backward")}
+    for name in names:
+        cells = [name]
+        for which, found in ratios.items():
+            ours, theirs = (ms[name, which, side] for side in ("triton", "SonicMoE"))
+            found[name] = theirs / ours
+            cells.append(f"{ours:.2f} / {theirs:.2f}")
+        cells.append(" / ".join(f"{found[name]:.2f}" for found in ratios.values()))
+        assert f"| {' | '.join(cells)} | " in PERFORMANCE
+    forward, both = (span(found.values()) for found in ratios.values())
+    assert f"With backward the ratios are {both}, in forward {forward}. Where" in PERFORMANCE
+    assert f"| SonicMoE, newest run | four layers; forward alone | {both}; {forward} |\n" in README
 
 
 def test_host_times_equal_their_results_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -45,6 +46,23 @@ def _pieces(epilogue: str | None) -> int:
     if is_gated(epilogue):
         return 4
     return 2 if epilogue in ("relu", "relu_squared") else 8
+
+
+@functools.cache
+def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
+    """Return how many row tiles to compute together for each column tile if the last column tile takes half the time.
+
+    The last column tiles of a band follow one another, and every num_programs-th tile goes to the same program. With
+    most heights some programs get many of them and others none. The former run ahead, and the L2 cache drops what they
+    share with the others. A band begins at any program whose number is a multiple of `step`, equally often at each. So
+    every program gets equally many if the height is a multiple of `step`.
+    """
+
+    def unevenness(height: int) -> float:
+        step = math.gcd(height * num_column_tiles, num_programs)
+        return 0.0 if height % step == 0 else step / height
+
+    return min(range(least, 2 * least + 1), key=unevenness)
 
 
 def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
@@ -97,9 +115,13 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
         else:
             a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+        num_column_tiles, programs = cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
+        band = design.group_tiles
+        if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the kernel halves the last tile
+            band = band_height(band, num_column_tiles, programs)
         return Launch(
             grouped_gemm_kernel,
-            (num_programs(args.A, args.reserved_sms),),
+            (programs,),
             (
                 *a,
                 descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
@@ -111,11 +133,11 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 *table,
                 args.out.shape[0],
                 num_columns,
-                cdiv(num_columns, block_n),
+                num_column_tiles,
                 # A finished tile is written in parts, during the first steps of the next tile.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail, num_groups, extra_steps),
+            _options(self, args.zero_tail, num_groups, extra_steps, band),
         )
 
     def _extra(self, args: GroupedGemmArguments) -> tuple[Any, ...]:
@@ -160,7 +182,7 @@ def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tupl
 
 @functools.cache
 def _options(
-    kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None, extra_steps: int
+    kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None, extra_steps: int, group_tiles: int
 ) -> dict[str, Any]:
     design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
     block_m, block_n, block_k = design.tile_shape
@@ -177,7 +199,7 @@ def _options(
         "BLOCK_N": block_n,
         "BLOCK_K": block_k,
         "NUM_BUFFERS": design.num_stages,
-        "GROUP_TILES": design.group_tiles,
+        "GROUP_TILES": group_tiles,
         **registers(design.gather, pieces),
         **compiler_options(),
         "num_warps": 4,
