@@ -19,11 +19,15 @@ from torch.nn import functional
 from .specs import Activation, RouterSpec, as_activation
 from .types import ExpertAdapters, Permutation, Routing, TileTable
 
-_SCORES = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": torch.sigmoid,
-    "sqrt_softplus": lambda logits: functional.softplus(logits).sqrt(),
-}
+
+def _sqrt_softplus(logits: Tensor) -> Tensor:
+    score = functional.softplus(logits)
+    is_zero = score == 0  # below -104 in float32; the gradient is 0 there, but that of sqrt is infinite
+    return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
+
+
+# Functions that give positive scores of logits [T, E].
+SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": torch.sigmoid, "sqrt_softplus": _sqrt_softplus}
 
 
 def _rankable(keys: Tensor) -> Tensor:
@@ -44,7 +48,7 @@ def selection_keys(
     logits = logits.detach()
     if spec.sparsemixer_jitter is not None:
         return _rankable(logits)
-    keys = logits if spec.chooses_by_logit else _SCORES[spec.score](logits)
+    keys = logits if spec.chooses_by_logit else SCORES[spec.score](logits)
     if selection_bias is not None:
         keys = keys + selection_bias.detach().to(keys.dtype)
     keys = _rankable(keys)
@@ -87,7 +91,7 @@ def _weights_of_choice(
     if spec.sparsemixer_jitter is not None:
         weights = _sparsemixer_weights(logits, experts, spec.sparsemixer_jitter)
     else:
-        weights = torch.where(is_chosen, _SCORES[spec.score](logits).gather(1, experts.clamp(min=0)), 0.0)
+        weights = torch.where(is_chosen, SCORES[spec.score](logits).gather(1, experts.clamp(min=0)), 0.0)
         if spec.normalize:
             total = weights.pow(spec.norm_power).sum(-1, keepdim=True)
             # A token without an expert has no norm; the placeholder 1.0 avoids a division by zero.
@@ -189,7 +193,7 @@ def permute(
     token = permutation.row_to_token
     row = torch.arange(token.shape[0], device=token.device)
     is_owned = (permutation.slot_to_row.index_select(0, token) == row[:, None]).any(1, keepdim=True)  # [R, 1]
-    return torch.where(is_owned, tokens.index_select(0, token), 0.0)
+    return tokens.index_select(0, token).masked_fill(~is_owned, 0)
 
 
 def _split_groups(

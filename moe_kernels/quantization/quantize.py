@@ -43,7 +43,8 @@ def quantize(
     """Quantise a weight. The scale of a block follows from its largest absolute value.
 
     Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
-    int8, except for values halfway between two codes. Not differentiable.
+    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite, and
+    so may the rest of its block. Not differentiable.
 
     Shapes: weight [E, out, in].
 
@@ -78,9 +79,11 @@ def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 6.3.
     """
     blocks = weight.unflatten(2, (-1, format.block[1]))
-    exponent = blocks.abs().amax(3).frexp().exponent - 1 - 2  # frexp's mantissa lies in [0.5, 1)
-    stored = (exponent + 127).clamp(0, 254)
-    sizes = torch.ldexp(blocks.abs(), 127 - stored.unsqueeze(3))
+    largest = blocks.abs().amax(3)
+    exponent = largest.frexp().exponent - 1 - 2  # frexp's mantissa lies in [0.5, 1)
+    # A block with an infinity or NaN becomes infinities: the largest code times 2 ** 128.
+    stored = (exponent + 127).clamp(0, 254).masked_fill(~largest.isfinite(), 255)
+    sizes = torch.ldexp(blocks.abs(), 127 - stored.unsqueeze(3)).masked_fill(stored.unsqueeze(3) == 255, torch.inf)
     # Ties go to the even code, so an even code includes both of its limits.
     limits = torch.tensor(_E2M1_LIMITS, device=weight.device)
     below = torch.bucketize(sizes, limits)  # a limit belongs to the code below

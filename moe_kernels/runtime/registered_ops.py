@@ -17,6 +17,7 @@ from .pytorch import disable_dynamo, has_saved_tensors_hooks
 from .replay import Form, Replayed
 
 _below_autograd = torch._C._AutoDispatchBelowAutograd
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 _profiler_enabled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
@@ -223,6 +224,7 @@ class Op:
     def _backwards(self, ctx: Any, *gradients: Tensor | None) -> Any:
         if self._backward is None:
             raise NotImplementedError(f"moe_kernels::{self.name} has no gradient")
+        check_gradients(f"moe_kernels::{self.name}", gradients)
         result = self._backward(ctx, *gradients)
         if self._signature.has_packed:
             return *map(result.get, ctx.names), None
@@ -272,6 +274,14 @@ def check_transforms(op: str, values: Sequence[Any]) -> None:
         for value in values:
             if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
                 raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
+
+
+def check_gradients(op: str, gradients: Sequence[Tensor | None]) -> None:
+    """Raise NotImplementedError if `torch.autograd.grad(is_grads_batched=True)` passes several gradients as one."""
+    if any([gradient is not None and _is_batched(gradient) for gradient in gradients]):
+        raise NotImplementedError(
+            f"{op} takes one gradient at a time; omit is_grads_batched or vectorize, or use implementation='reference'"
+        )
 
 
 _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")

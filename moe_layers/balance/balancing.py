@@ -11,12 +11,13 @@ from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]  # private API
 
+from moe_kernels.reference import SCORES
+
 from ..checks import check_choice, is_dtensor
 from ..routing.model_routers import attached_routers, model_routers
 from ..routing.result import LayerRouting
 from .losses import (
     COUNTS,
-    SCORES,
     global_load_balancing_loss,
     importance_loss,
     load_balancing_loss,

@@ -23,11 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import RouterSpec, topk_routing
+from moe_kernels.reference import SCORES
 from moe_kernels.runtime.pytorch import functorch_is_active
 
 from ..checks import check_choice
 from ..input import check_num_tokens, check_sequence_lengths
-from ..routing.result import SCORES, LayerRouting, spread_slots
+from ..routing.result import LayerRouting, spread_slots
 
 # The experts whose slots `sequence_load_balancing_loss` counts.
 COUNTS = ("scores", "choices")

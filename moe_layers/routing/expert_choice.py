@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from moe_kernels import RouterSpec, Routing
+from moe_kernels.reference import SCORES
 
 from ..checks import check_choice, check_positive
 from .assignment import Assignment
 from .capacity import even_share, positive_ratio
-from .result import SCORES, spread_slots
+from .result import spread_slots
 from .slots import Slots
 
 

@@ -6,14 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-
-# Functions that give positive scores, which are then normalised to a sum of one per token.
-SCORES = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": torch.sigmoid,
-    "sqrt_softplus": lambda logits: functional.softplus(logits).sqrt(),
-}
 
 
 class LayerRouting(NamedTuple):

@@ -37,6 +37,9 @@ class Value(NamedTuple):
     experts: Any = None
 
 
+_Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor, by its id
+
+
 class LayerValue(NamedTuple):
     """A layer of this package, all of whose tensors are read together."""
 
@@ -57,10 +60,10 @@ class Reader(NamedTuple):
 
     def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
         """Yield each persistent tensor of a model once. Nothing is read before its `read` is called."""
-        yield from self._walk(model, "", {}, set())
+        yield from self._walk(model, "", {}, {})
 
     def _walk(
-        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: set[int]
+        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: _Seen
     ) -> Iterator[Value | LayerValue]:
         if isinstance(module, MoEFeedForward):
             yield LayerValue(path, module)
@@ -75,7 +78,7 @@ class Reader(NamedTuple):
                     yield from self._walk(child, path if name in _TRANSPARENT else _join(path, name), {}, seen)
 
     def _own(
-        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: set[int]
+        self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: _Seen
     ) -> Iterator[Value | LayerValue]:
         """Yield parameters and persistent buffers of a module itself."""
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
@@ -87,14 +90,15 @@ class Reader(NamedTuple):
         down = held.get("down_proj")
         experts = module if "down_proj" in computed or (down is not None and down.dim() == 3) else None
         for name, tensor in held.items():
-            if id(tensor) in seen:  # tied
+            full = _join(path, name)
+            if id(tensor) in seen:
+                _check_tied(*seen[id(tensor)], full, changes.get(name, []))
                 continue
-            seen.add(id(tensor))
+            seen[id(tensor)] = full, changes.get(name, [])
             scales = held.get(name + _SCALES)
             if name.endswith(_SCALES) and name.removesuffix(_SCALES) in held and not self.keep_quantized:
                 continue
             read: Callable[[], Tensor]
-            full = _join(path, name)
             if scales is not None and not self.keep_quantized:
                 read = partial(self._dequantized, full, tensor, scales, getattr(module, "block_size", None))
             else:
@@ -151,6 +155,14 @@ class Reader(NamedTuple):
         for matrix, stored, scale in by_expert:  # the numbers and scales in float32 are larger than the result
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
+
+
+def _check_tied(first: str, of_first: list[LowRank], second: str, of_second: list[LowRank]) -> None:
+    """Raise ValueError unless two names of one weight have the same adapters, because the weight is yielded once."""
+    if of_first != of_second:
+        raise ValueError(
+            f"iter_weights: tied weights must have the same adapters, got {first} and {second} with others; untie them"
+        )
 
 
 def _join(path: str, name: str) -> str:

@@ -1,6 +1,7 @@
 """Adapter files of experts: reading, and writing in other layouts."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -135,6 +136,20 @@ def test_per_expert_layout(tmp_path):
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "gate_proj", "up_proj", "down_proj"]
     assert config["target_parameters"] is None
+
+
+@pytest.mark.parametrize("targets", [r".*self_attn\.(q|k)_proj|lm_head", "all-linear", "ALL-LINEAR"])
+def test_per_expert_keeps_an_expression_of_modules(targets, tmp_path):
+    """PEFT matches one string with whole names, and each entry of a list with the end of a name."""
+    make_adapter(tmp_path / "in", 10, 7, target_modules=targets)
+    write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out", "per_expert")
+    written = json.loads((tmp_path / "out/adapter_config.json").read_text())["target_modules"]
+    if targets.lower() == "all-linear":
+        assert written == targets
+        return
+    names = ["model.layers.0.self_attn.q_proj", "lm_head", "model.layers.0.mlp.experts.1.up_proj"]
+    names += ["model.layers.0.self_attn.v_proj", "model.lm_head", "model.layers.0.mlp.experts"]
+    assert [bool(re.fullmatch(written, name)) for name in names] == [True] * 3 + [False] * 3
 
 
 def join_adapters(directory, *others):

@@ -215,6 +215,39 @@ def test_parts_of_a_model_are_refused(change, message, layout, tmp_path):
             convert(tmp_path / "unknown", tmp_path / "out", layout)
 
 
+def with_tensor(name):
+    def change(model):
+        block = next(key for key in model if ".experts.0." in key).partition("experts.0.")[0]
+        model[block + name] = torch.ones(2)
+        return model
+
+    return change
+
+
+def with_integers(model):
+    return {name: tensor.to(torch.int8) if ".experts." in name else tensor for name, tensor in model.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            with_tensor("experts.0.up_proj.weight_scale"),
+            r"place in the layout, got .*\.experts\.0\.up_proj\.weight_scale",
+        ),
+        (with_tensor("experts.0.up_proj.lora_A.weight"), r"place in the layout, got .*\.up_proj\.lora_A\.weight"),
+        (with_tensor("experts.down_proj"), r"place in the layout, got .*\.experts\.down_proj"),
+        (with_tensor("experts.0.up_proj.bias"), r"do not fit it:\n  missing: .*\.gate_proj\.bias"),
+        (with_integers, r"experts must be floating point or known to be quantised, got .*\.weight"),
+    ],
+)
+def test_tensors_that_would_lose_their_meaning_are_refused(change, message, tmp_path):
+    save_unknown(change(Golden("qwen3_moe").tensors("model")), tmp_path / "in")
+    with pytest.raises(ValueError, match=message):
+        convert(tmp_path / "in", tmp_path / "out", "fused")
+    assert not (tmp_path / "out").exists()
+
+
 def test_blocks_beside_the_model_have_sizes_of_their_own(tmp_path):
     model, beside = (Golden("qwen3_moe").tensors("model") for _ in range(2))
     half_of_the_router(beside)

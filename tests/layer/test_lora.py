@@ -423,6 +423,17 @@ def test_scales():
     assert LoRA(16, 8).scale == 0.5 and LoRA(16, 8, rslora=True).scale == 2.0
 
 
+def test_a_name_counts_once(device):
+    layer, twice = adapted(device), adapted(device)
+    layer.merge_lora("default")
+    twice.set_lora(["default", "default"])
+    twice.merge_lora(["default", "default"])
+    assert torch.equal(twice.experts.w_up, layer.experts.w_up) and twice.experts.lora is None
+    removed = adapted(device)
+    removed.remove_lora(["default", "default"])
+    assert removed.experts.lora is None
+
+
 def test_wrong_calls_are_named(device):
     layer = adapted(device)
     for name in ("default", "", "a.b", "keys", 3):

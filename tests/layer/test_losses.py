@@ -264,10 +264,11 @@ def test_slots_beyond_the_capacity_count_as_chosen(name):
     assert torch.equal(LOSSES[name](limited), LOSSES[name](routing))
 
 
-def test_probabilities_survive_scores_that_vanish():
-    """float32 sigmoids of -200 are 0, but cause no NaN."""
+@pytest.mark.parametrize("name", ["switch_sigmoid", "sequence_sqrt_softplus"])
+def test_probabilities_survive_scores_that_vanish(name):
+    """The float32 scores of -200 are 0, but cause no NaN."""
     logits = torch.full((4, 3), -200.0)
-    value, gradient = with_gradient(LOSSES["switch_sigmoid"], logits)
+    value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=2)
     assert value == 0 and not gradient.any()
 
 

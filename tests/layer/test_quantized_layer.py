@@ -34,8 +34,8 @@ def make_layer(device, format=None, implementation="reference", dtype=torch.floa
     return layer
 
 
-def with_adapter(layer, std=0.3):
-    layer.add_lora(LoRA(3, 6))
+def with_adapter(layer, std=0.3, targets=("up", "down")):
+    layer.add_lora(LoRA(3, 6, targets=targets))
     for i, factor in enumerate(layer.experts.lora.parameters()):
         torch.manual_seed(i)
         nn.init.normal_(factor, std=std)
@@ -180,6 +180,29 @@ def test_merging_gives_plain_weights_by_default(device):
     reference = with_adapter(make_layer(device, "mxfp4"))
     x = make_x(device)
     assert torch.equal(layer(x), reference(x))
+
+
+@pytest.mark.parametrize("target", ["up", "down"])
+def test_merging_one_projection_makes_both_weights_plain(target, device):
+    layer, x = with_adapter(make_layer(device, "mxfp4"), targets=[target]), make_x(device)
+    before, plain = layer(x), dequantized(layer)
+    plain.merge_lora()
+    layer.merge_lora(keep_base=True)
+    assert torch.equal(layer(x), plain(x))
+    layer.unmerge_lora()
+    assert torch.equal(layer(x), before) and isinstance(layer.experts.w_down, QuantizedExperts)
+    layer.merge_lora(keep_base=True, requantize=True, least_kept=0.0)
+    dequantize_experts_(layer)  # so that `unmerge_lora` would restore the format of one weight only
+    with pytest.raises(ValueError, match=f"unmerge_lora: w_{target} must be as it was merged, mxfp4 .*, got plain"):
+        layer.unmerge_lora()
+
+
+def test_weights_quantised_after_a_merge_cannot_be_unmerged(device):
+    layer = with_adapter(make_layer(device))
+    layer.merge_lora(keep_base=True)
+    quantize_experts_(layer, "mxfp4")
+    with pytest.raises(ValueError, match=r"unmerge_lora: w_up must be as it was merged, plain .*, got mxfp4"):
+        layer.unmerge_lora()
 
 
 def test_merging_into_the_format_reports_what_survives(device):

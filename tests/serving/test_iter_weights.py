@@ -221,6 +221,27 @@ def test_dora_is_refused():
         list(iter_weights(model))
 
 
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_on_one_of_two_tied_weights_is_refused():
+    model = build("qwen3_moe", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["lm_head", "q_proj"]))
+    tied = r"tied weights must have the same adapters, got model\.embed_tokens\.weight and lm_head\.weight"
+    with pytest.raises(ValueError, match=tied):
+        list(iter_weights(adapted))
+    with adapted.disable_adapter():
+        assert "lm_head.weight" not in dict(iter_weights(adapted))
+
+
+def test_a_linear_layer_in_two_places_has_its_adapter_once():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Identity())
+    model[2] = model[0]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    adapted.base_model.model[2] = adapted.base_model.model[0]
+    (weight,) = dict(iter_weights(adapted)).values()
+    assert torch.equal(weight, adapted.merge_and_unload()[0].weight)
+
+
 def test_fp8_is_dequantised_or_kept():
     stored, plain = test_quantized_models.pair()
     assert_same(dict(iter_weights(stored, "vllm")), dict(iter_weights(plain, "vllm")))

@@ -69,6 +69,7 @@ INTERNAL = {
     "moe_kernels.quantization.fp8_weights",
     "moe_kernels.quantization.ops",
     "moe_kernels.quantization.quantize",
+    "moe_kernels.reference",
     "moe_kernels.routing.linear_op",
     "moe_kernels.routing.routers",
     "moe_kernels.routing.scored",

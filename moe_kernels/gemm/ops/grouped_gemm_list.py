@@ -19,7 +19,7 @@ from ... import reference
 from ...runtime.checks import check_float8, check_no_gradient, result_dtype
 from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, without_autocast
 from ...runtime.launch import CompiledArtifact
-from ...runtime.registered_ops import check_tangents, check_transforms, registered_op
+from ...runtime.registered_ops import check_gradients, check_tangents, check_transforms, registered_op
 from .. import selection
 from ..arguments.list import GroupedGemmListArguments, leading_dimension
 from ..kernel import Kernel, device_cc
@@ -215,6 +215,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, douts):
+    check_gradients("grouped_gemm_list", douts)
     num_problems = len(douts)
     a_list, b_list = ctx.saved_tensors[:num_problems], ctx.saved_tensors[num_problems:]
     needs_a, needs_b, *_ = ctx.needs_input_grad

@@ -365,11 +365,13 @@ def _per_expert_config(adapter: PeftAdapter) -> dict:
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")
     own = ["gate_proj", "up_proj", "down_proj"] if adapter.gated else ["up_proj", "down_proj"]
-    modules = config.get("target_modules") or []
-    modules = [modules] if isinstance(modules, str) else list(modules)
     of_experts = [f"{prefix}.{name}" for prefix in adapter.layers for name in _PARAMETERS]
     parameters = [
         t for t in config["target_parameters"] if not any(f".{name}".endswith(f".{t}") for name in of_experts)
     ]
-    modules += [name for name in own if name not in modules]
+    modules = config.get("target_modules") or []
+    if not isinstance(modules, str):
+        modules = [*modules, *(name for name in own if name not in modules)]
+    elif modules.lower() != "all-linear":  # an expression that PEFT matches with whole names
+        modules = rf"(?:{modules})|.*\.(?:{'|'.join(own)})"
     return {**config, "target_parameters": parameters or None, "target_modules": modules}

@@ -92,6 +92,11 @@ class Block:
         matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
+    def expert_tensors(self) -> set[str]:
+        """Return the names below the block of weights of one expert, or of a layout of all experts."""
+        stacked = {key.name for layout in LAYOUTS for key in layout.keys if key.name.startswith("experts.")}
+        return {name for name in self.weights if name in stacked or _EXPERT_NUMBER.match(name)}
+
     def expert_numbers(self) -> set[int]:
         found = (_EXPERT_NUMBER.match(name) for name in self.weights)
         return {int(match[2]) for match in found if match}

@@ -59,7 +59,7 @@ def convert(
     Raises:
         ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
             damaged, incomplete or in an unknown layout; its tensors, its router and config.json disagree about the
-            experts; the experts have several dtypes; or `target` already holds files.
+            experts; the experts have several dtypes, or tensors that no layout has; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -139,6 +139,7 @@ def _expert_outputs(
     found: BlockSurvey, held: tuple[Layout, Sizes], layout: str, dtype: torch.dtype
 ) -> Iterator[Output]:
     source, sizes = held
+    _check_renamed(found)
     target = find_layout(layout, gated=source.gated, bias=found.bias)
     check_names(found.block.prefix, target)
     reader = ExpertReader(found, source, sizes)
@@ -146,6 +147,19 @@ def _expert_outputs(
         for number in range(sizes.num_experts) if key.per_expert else (None,):
             name = found.block.prefix + key.name.replace("{e}", str(number))
             yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+
+
+def _check_renamed(found: BlockSurvey) -> None:
+    """Raise ValueError if weights are no floating-point numbers, or a tensor of experts would keep its old name."""
+    integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
+    if integers:
+        raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")
+    others = found.block.expert_tensors() - found.experts.keys()
+    if others:
+        names = [found.block.weights[name][0] for name in sorted(others)]
+        raise ValueError(
+            f"checkpoint: each tensor of experts must have a place in the layout, got {first_three(names)}"
+        )
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
     fitting, wrong = _fitting(block, described, router, num_zero)
     fitting = _narrow(fitting, values.get(RECORD), config)
     layouts, sizes = zip(*fitting, strict=True) if fitting else ((), ())
-    patterns = block.patterns()
-    bias = any(key.bias and key.name in patterns for layout in layouts for key in layout.keys)
+    bias = any(_has_bias(block, layout) for layout in layouts)
     names = {name for layout, size in fitting for name in _names(layout, bias, size.num_experts + num_zero)}
     return BlockSurvey(
         block=block,
@@ -102,6 +101,11 @@ def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) ->
     if problems:
         raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
     return {name: stored for name, stored in described.items() if stored is not None}
+
+
+def _has_bias(block: Block, layout: Layout) -> bool:
+    patterns = block.patterns()
+    return any(key.bias and key.name in patterns for key in layout.keys)
 
 
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
@@ -145,7 +149,7 @@ def _misfits(
     """Return errors for a layout's missing and wrongly sized tensors. Zero experts have no matrix "down"."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
-    for key in layout.select(bias=False):
+    for key in layout.select(bias=_has_bias(block, layout)):
         shapes = [key.shape(sizes)] if key.parts == ("down",) else [key.shape(sizes), key.shape(with_zero_experts)]
         for number in range(sizes.num_experts) if key.per_expert else (None,):
             name = key.name.replace("{e}", str(number))

@@ -261,7 +261,7 @@ def check_before_fully_shard(op: str, experts: Any) -> None:
 
 
 def known_names(op: str, experts: Any, names: str | Sequence[str]) -> list[str]:
-    names = [names] if isinstance(names, str) else list(names)
+    names = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     known = list(experts.lora or {})
     if unknown := [name for name in names if name not in known]:
         known, unknown = (first_three(map(repr, names)) for names in (known, unknown))

@@ -47,7 +47,7 @@ def merge_lora(
 
     The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then has the
     time and memory of a layer without adapters, and `save_checkpoint` accepts it. Quantised weights become plain ones,
-    in the dtype that the layer computes in.
+    also those without an adapter, in the dtype that the layer computes in.
 
     Args:
         names: names of the adapters to merge. Default: the active adapters.
@@ -71,8 +71,10 @@ def merge_lora(
     _check_format(experts, requantize)
     merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
-    changed = [projection for projection in TARGETS if getattr(merged, f"{projection}_a") is not None]
-    quantized = [projection for projection in changed if isinstance(_weight(experts, projection), QuantizedExperts)]
+    is_quantized = isinstance(experts.w_up, QuantizedExperts)
+    becomes_plain = is_quantized and not requantize  # both weights, because the op takes no mixture
+    changed = [each for each in TARGETS if becomes_plain or getattr(merged, f"{each}_a") is not None]
+    quantized = changed if is_quantized else []
     new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}
     kept = {projection: share for projection, (_, share) in new.items()} if requantize else {}
     _check_kept(experts, kept, least_kept)
@@ -126,7 +128,8 @@ def _merged_quantized(
     assert isinstance(base, QuantizedExperts)
     if not requantize:
         weight = base.dequantize()
-        add_adapters(weight, merged, projection)
+        if getattr(merged, f"{projection}_a") is not None:
+            add_adapters(weight, merged, projection)
         return nn.Parameter(weight, requires_grad=False), 1.0
     before = dequantize(base.weight(), torch.float32)
     wanted = before.clone()
@@ -162,13 +165,16 @@ def unmerge_lora(layer: nn.Module) -> None:
     if experts.unmerged is None:
         raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
     check_before_fully_shard("unmerge_lora", experts)
-    for projection, base in experts.unmerged.weights.items():
+    bases = experts.unmerged.weights
+    restores_format = len(bases) == len(TARGETS) and isinstance(bases["up"], QuantizedExperts)
+    for projection, base in bases.items():
         now = _weight(experts, projection)
         target = now if isinstance(now, QuantizedExperts) else _local_weight(experts, projection)
-        if base.shape != target.shape or base.dtype != target.dtype:
-            was, got = (f"{weight.dtype} {list(weight.shape)}" for weight in (base, target))
+        was, got = ((w.shape, w.dtype, None if restores_format else _format(w)) for w in (base, target))
+        if was != got:
+            was, got = (f"{_format(weight)} {weight.dtype} {list(weight.shape)}" for weight in (base, target))
             raise ValueError(f"unmerge_lora: w_{projection} must be as it was merged, {was}, got {got}")
-    for projection, base in experts.unmerged.weights.items():
+    for projection, base in bases.items():
         if isinstance(base, QuantizedExperts):
             replace_weight(experts, f"w_{projection}", base.to(experts.w_up.device))
         else:
@@ -177,6 +183,10 @@ def unmerge_lora(layer: nn.Module) -> None:
     for name, adapter in experts.unmerged.adapters.items():
         held[name] = adapter.to(experts.w_up.device).train(experts.training)
     experts.lora, experts.unmerged = held, None
+
+
+def _format(weight: Tensor | QuantizedExperts) -> str:
+    return str(weight.format) if isinstance(weight, QuantizedExperts) else "plain"
 
 
 def _local_weight(experts: Any, projection: str) -> Tensor:

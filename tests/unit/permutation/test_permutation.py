@@ -139,6 +139,16 @@ def test_padding_rows_are_zeros(implementation, device):
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
+def test_integers_keep_their_dtype_and_value(dtype, implementation, device):
+    """Ids of tokens, for instance. Beyond 2**24, float32 does not hold all integers."""
+    permutation = sort_by_expert(torch.tensor([[1, -1], [0, 1]], dtype=torch.int32, device=device), 2)
+    tokens = torch.tensor([[2**24 + 1], [5]], device=device).to(dtype)
+    rows = permute(tokens, permutation, implementation=implementation)
+    assert rows.dtype == dtype and rows[:3].tolist() == tokens[[1, 0, 1]].tolist() and not rows[3]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("num_rows", [0, 2, 9])
 def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, device):
     """The slots own some rows, in any order. Other rows are not read and get a gradient of zero."""

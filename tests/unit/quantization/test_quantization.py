@@ -186,6 +186,18 @@ def test_zeros_and_empty_weights(name, device):
         assert dequantize(empty, torch.float32).shape == (0, 3, 64)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_that_are_not_finite_stay_so(name, value, device):
+    weight = torch.ones(2, 128, 128, device=device)
+    weight[0, 5, 7] = value
+    for implementation in ("triton", "reference"):
+        decoded = dequantize(quantize(weight, name), torch.float32, implementation=implementation)
+        assert not decoded[0, 5, 7].isfinite()
+        if name != "nf4_nested":  # the mean of all scales is a part of each
+            torch.testing.assert_close(decoded[1], weight[1], rtol=0.1, atol=0)
+
+
 @pytest.mark.parametrize("block", [(64, 32), (1, 128), (256, 256)])
 def test_fp8_blocks_of_other_sizes(block, device):
     stored = on(quantize(torch.randn(2, 70, 300), WeightFormat("fp8", block)), device)

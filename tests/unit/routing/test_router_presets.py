@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import RouterSpec, linear_routing, reference, topk_routing
+from moe_kernels import RouterSpec, linear_routing, reference, routing_weights, topk_routing
 from moe_kernels.routing.linear_op import linear_routing_op
 from moe_kernels.routing.routers import linear_router
 from moe_kernels.routing.scored import score_settings, scored_routing_op
@@ -252,6 +252,18 @@ def test_small_scores_keep_their_precision(device):
     weights = triton_scored(logits, 4, spec).topk_weights
     exact = reference.topk_routing(logits.double(), 4, spec).topk_weights
     torch.testing.assert_close(weights.double(), exact, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_scores_that_underflow_have_no_gradient(normalize, device):
+    """softplus(-200) is 0 in float32, where the gradient of a square root is infinite."""
+    spec = RouterSpec(score="sqrt_softplus", normalize=normalize)
+    logits = torch.tensor([[1.0, 2.0, -200.0, 0.5], [1.0, -torch.inf, -110.0, 0.5]], device=device, requires_grad=True)
+    results = [topk_routing(logits, 4, spec, implementation=each) for each in ("triton", "reference")]
+    results.append(results[1]._replace(topk_weights=routing_weights(logits, results[1].topk_experts, spec)))
+    kernel, plain, given = (torch.autograd.grad(r.topk_weights[:, :2].cos().sum(), logits)[0] for r in results)
+    assert plain.isfinite().all() and torch.equal(given, plain)
+    torch.testing.assert_close(kernel, plain)
 
 
 def test_strided_logit_bias(device):

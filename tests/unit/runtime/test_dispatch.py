@@ -126,6 +126,21 @@ def test_transforms_give_the_gradient_or_name_the_reference(op, implementation, 
                 gradient(rows)
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("op", OPS)
+def test_several_gradients_at_once_are_computed_or_name_the_reference(op, implementation, operands):
+    rows, *others = operands
+    rows = rows.clone().requires_grad_()
+    out = OPS[op](rows, *others, implementation=implementation)
+    douts = torch.stack([torch.ones_like(out), 2 * torch.ones_like(out)])
+    if implementation == "reference":
+        (gradients,) = torch.autograd.grad(out, rows, douts, is_grads_batched=True)
+        torch.testing.assert_close(gradients[1], 2 * gradients[0])
+    else:
+        with pytest.raises(NotImplementedError, match="one gradient at a time; omit is_grads_batched"):
+            torch.autograd.grad(out, rows, douts, is_grads_batched=True)
+
+
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 @pytest.mark.parametrize("op", OPS)
 def test_references_of_tensors_without_data(op, kind, operands):
