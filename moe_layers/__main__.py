@@ -1,6 +1,6 @@
 """Commands of this project:
 
-    python -m moe_layers.checkpoint    inspect, convert, repair and merge checkpoints, and LoRA of experts
+    python -m moe_layers.checkpoint    inspect, convert and repair checkpoints; convert and merge LoRA
     python -m moe_layers.integrations.hub_kernel   write a kernel for the Hugging Face Hub
     python -m moe_kernels              explain which kernels run, tune tables, show and verify them
 

@@ -216,7 +216,9 @@ class MoEConfig:
             ValueError: the architecture is not supported, or a field is missing, malformed or not supported.
         """
         values = hf_config.to_dict() if hasattr(hf_config, "to_dict") else hf_config
-        check_kind("MoEConfig", "hf_config", values, dict)
+        if not isinstance(values, dict):
+            got = f"{type(values).__name__} {values!r}"[:100]
+            raise ValueError(f"MoEConfig: hf_config must be a dict or a configuration of transformers, got {got}")
         config = read_config(values, layer)
         return cls.from_dict(find_architecture(config).settings(config))
 

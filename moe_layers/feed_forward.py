@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moe_kernels import Activation, RouterSpec
+from moe_kernels import Activation, RouterSpec, Routing
 from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
@@ -352,6 +352,11 @@ class MoEFeedForward(nn.Module):
         if info.token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = info.token_mask
         routed = self.router(tokens, **given)
+        if not isinstance(routed, Routing | Slots):
+            raise ValueError(
+                f"MoEFeedForward: router must return a Routing, as TopKRouter does, got {type(routed).__name__}; for "
+                "another choice pass assignment=, for another router call moe_kernels.fused_experts"
+            )
         chosen = routed.topk_experts
         if info.token_mask is not None:
             chosen = torch.where(info.token_mask[:, None], chosen, -1)

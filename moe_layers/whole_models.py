@@ -23,9 +23,13 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
         scale: a scalar on the layers' device.
 
     Raises:
-        ValueError: `scale` is not a scalar, or is on another device than the parameters.
+        ValueError: the model has no such layer, or `scale` is not a scalar tensor on the device of the parameters.
     """
     layers = _layers(model).values()
+    if not layers:
+        raise ValueError(
+            "set_aux_loss_scale: the model must have a MoEFeedForward or MoE blocks of transformers, got none"
+        )
     if scale is not None:
         check_kind("set_aux_loss_scale", "scale", scale, Tensor)
         for layer in layers:

@@ -62,7 +62,10 @@ def tune_command(options: argparse.Namespace) -> int:
 
 
 def show_command(options: argparse.Namespace) -> int:
-    for path in _tables("show", options):
+    paths = _tables("show", options)
+    if not paths:
+        print("show: there are no tables; tune writes them")
+    for path in paths:
         table = measurements.read(path)
         print(path)
         for key, name in table.kernels.items():

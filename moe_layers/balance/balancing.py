@@ -210,18 +210,33 @@ def _prepare_counts(router: Any, bias: Tensor) -> None:
 @torch.no_grad()
 def carry_expert_counts(model: nn.Module) -> None:
     """Add the counts of a micro-batch to the following global-batch losses. Call it between the micro-batches of an
-    optimizer step."""
-    for router in model_routers(model):
+    optimizer step.
+
+    Raises:
+        ValueError: the model has no MoE layer.
+    """
+    for router in _routers("carry_expert_counts", model):
         router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
 
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Start the next global batch. Call it after an optimizer step with `carry_expert_counts`."""
-    for router in model_routers(model):
+    """Start the next global batch. Call it after an optimizer step with `carry_expert_counts`.
+
+    Raises:
+        ValueError: the model has no MoE layer.
+    """
+    for router in _routers("reset_expert_counts", model):
         router.expert_counts.zero_()
         router.accumulated_counts = None
+
+
+def _routers(op: str, model: nn.Module) -> list[Any]:
+    routers = list(model_routers(model))
+    if not routers:
+        raise ValueError(f"{op}: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
+    return routers
 
 
 def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:

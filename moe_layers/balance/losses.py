@@ -54,7 +54,7 @@ def load_balancing_loss(
         score: "softmax", "sigmoid" or "sqrt_softplus". Probabilities are these scores divided by their sum.
 
     Raises:
-        ValueError: the score is unknown, or `num_tokens` is neither a positive number nor a scalar tensor.
+        ValueError: the score is unknown, or `num_tokens` is negative, or a tensor that is no scalar.
     """
     return _switch("load_balancing_loss", routing, routing.choices_per_expert, num_tokens, score)
 
@@ -140,6 +140,9 @@ def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = 
     Shapes: result scalar.
 
     Source: equations 6 and 7 of https://arxiv.org/abs/1701.06538.
+
+    Raises:
+        ValueError: `num_tokens` is negative, or a tensor that is no scalar.
     """
     gates = spread_slots(routing.choices, routing.topk_weights, routing.logits.shape[1])
     importance = gates.sum(0)  # [E]
@@ -160,6 +163,9 @@ def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = No
     Shapes: result scalar.
 
     Source: equation 5 of https://arxiv.org/abs/2202.08906.
+
+    Raises:
+        ValueError: `num_tokens` is negative, or a tensor that is no scalar.
     """
     squares = _masked(routing.logits, routing.token_mask).logsumexp(-1).square()  # [T]
     if routing.token_mask is not None:

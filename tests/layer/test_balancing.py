@@ -420,6 +420,13 @@ def test_bad_scale():
         set_aux_loss_scale(layer, torch.ones((), device="meta"))
 
 
+@pytest.mark.parametrize("function", [set_aux_loss_scale, carry_expert_counts, reset_expert_counts])
+def test_a_model_without_moe_layers_is_refused(function):
+    arguments = [None] if function is set_aux_loss_scale else []
+    with pytest.raises(ValueError, match=f"{function.__name__}: the model must have a MoEFeedForward or MoE blocks of"):
+        function(torch.nn.Linear(2, 2), *arguments)
+
+
 def test_bad_accumulated_counts():
     routing = routing_of(random_logits())
     for counts in (torch.ones(5).int(), torch.ones(6), torch.ones(6, device="meta").int()):

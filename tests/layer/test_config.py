@@ -269,7 +269,7 @@ def test_bad_dicts(values, message):
 @pytest.mark.parametrize(
     ("hf_config", "message"),
     [
-        ("config.json", "hf_config must be a dict, got str 'config.json'"),
+        ("config.json", "hf_config must be a dict or a configuration of transformers, got str 'config.json'"),
         ({}, "model_type must be one of afmoe, "),
         ({"model_type": "llama"}, "model_type must be one of afmoe, "),
         ({"model_type": "jetmoe"}, "model_type 'jetmoe' is not supported: the block adds a bias to its output"),

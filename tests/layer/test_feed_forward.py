@@ -297,3 +297,13 @@ def test_is_a_module_of_modules(device):
     assert "num_experts=6, top_k=2" in repr(layer) and "d_ff=24" in repr(layer)
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(make_x(device)), layer(make_x(device)))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"return_routing": True}], ids=str)
+def test_another_module_as_the_router_is_refused(arguments):
+    layer = moe_layer(8, 4, 3, 2)
+    layer.router = nn.Linear(8, 3)
+    with pytest.raises(
+        ValueError, match=r"MoEFeedForward: router must return a Routing, as TopKRouter does, got Tensor; "
+    ):
+        layer(torch.zeros(5, 8), **arguments)

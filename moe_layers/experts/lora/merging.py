@@ -58,7 +58,7 @@ def merge_lora(
 
     Returns:
         with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2, and 0 if
-        rounding alters the weight more than the adapter does. Otherwise None.
+        rounding alters the weight more than the adapter does. Otherwise an empty dict.
 
     Raises:
         NotImplementedError: the experts are quantised and shared by ranks.

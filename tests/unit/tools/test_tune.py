@@ -219,6 +219,8 @@ def test_commands_say_that_there_is_no_gpu(monkeypatch):
 def test_show_without_a_gpu_lists_all_tables(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(measurements, "USER", tmp_path)
+    assert main(["show"]) == 0
+    assert "show: there are no tables; tune writes them" in capsys.readouterr().out
     write(tmp_path / table_name("GPU X"), Table({"key 1": "gone"}, {}))
     assert main(["show"]) == 0
     printed = capsys.readouterr().out
