@@ -165,7 +165,8 @@ class ExpertAdapters(NamedTuple):
     Ranks r of the two pairs are independent. A pair is given as a whole or not at all. The first axis of `up_a` and
     `down_b` may have length 1: all experts share it.
 
-    Shapes: up_a [E or 1, r, D], up_b [E, 2F or F, r], down_a [E, r, F], down_b [E or 1, D, r].
+    Shapes: up_a [E or 1, r, D], up_b [E, 2F or F, r], down_a [E, r, F], down_b [E or 1, D, r], in any floating-point
+    dtype. `fused_experts` checks them.
 
     Source: https://arxiv.org/abs/2106.09685.
     """

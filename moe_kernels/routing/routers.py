@@ -41,7 +41,8 @@ def topk_routing(
     ties. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN.
     Deterministic. Differentiable in `logits`. The result's logits are the scored ones: capped if the spec has a cap.
 
-    Shapes: logits [T, E], selection_bias [E].
+    Shapes: logits [T, E], selection_bias [E]; result topk_experts [T, K] int32, topk_weights [T, K] float32, logits
+    [T, E].
 
     Args:
         spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
@@ -85,14 +86,16 @@ def linear_routing(
     float32, and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
     `logit_bias`, through weights and logits.
 
-    Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E].
+    Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
+    topk_weights [T, K] float32, logits [T, E] float32.
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
         spec: as in `topk_routing`, but logit_bias has an effect here.
         logit_bias: required by specs with that bias, refused by others.
         selection_bias: required by specs with that bias, refused by others.
-        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit.
+        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
+        implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not wanted by `spec`, or

@@ -97,6 +97,11 @@ def test_named_files_and_links_exist(page):
         assert (ROOT / "benchmarks" / "results" / results).is_file(), results
     for module in re.findall(r"python -m ([\w.]+)", text):
         assert module == "venv" or importlib.util.find_spec(module) is not None, module
+    for module, rest in re.findall(r"python -m (moe_kernels|moe_layers\.checkpoint)((?: [a-z]+)+)", text):
+        words = rest.split()[: 2 if rest.startswith(" lora ") else 1]
+        with pytest.raises(SystemExit) as ended:
+            importlib.import_module(f"{module}.__main__").main([*words, "--help"])
+        assert ended.value.code == 0, f"python -m {module}{rest}"
 
 
 def test_readme_links_every_guide():

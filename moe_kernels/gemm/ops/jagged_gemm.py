@@ -41,7 +41,7 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack groups of rows for `jagged_gemm`, by a copy and an asynchronous upload. Differentiable in each group.
 
-    Shapes: a_list [M, K] each.
+    Shapes: a_list [M, K] each; result a_packed [R, K], group_offsets [G + 1] int32.
 
     Raises:
         ValueError: the list is empty, or groups disagree in columns, dtype or device.
