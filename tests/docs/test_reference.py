@@ -375,3 +375,19 @@ def test_fp8_tables_equal_their_results_files():
         losses = [curves[precision, seed][2000] for seed in range(3)]
         assert ", ".join(f"{loss:.4f}" for loss in losses) in PERFORMANCE.replace("\n", " ")
         assert f"{mean(losses):.4f}" in guide
+
+
+def test_lora_table_equals_its_results_files():
+    found = re.findall(
+        r"^\| ([\w.-]+) \| (\d+), (\d+)[^|]*\| (.*) \| `(lora_\w[\w.-]+)` \|$", PERFORMANCE, re.MULTILINE
+    )
+    assert len(found) == 6
+    for name, num_tokens, rank, text, file in found:
+        rows = [row for row in load(file) if (row["num_tokens"], row["rank"]) == (int(num_tokens), int(rank))]
+        forms = {row["form"]: row for row in rows if row["shape"] == name}
+        ours = forms["lora"]
+        cells = [f"{ours['ms']:.2f}"]
+        for form in ("full", "materialised", "grouped_mm", "grouped_mm_split"):
+            cells.append(f"{ours['ms'] / forms[form]['ms']:.2f}" if form in forms else "-")
+        cells.append(f"{forms['frozen']['saved_mib']:.0f} / {ours['saved_mib']:.0f}")
+        assert cells == text.split(" | "), (name, num_tokens, rank)
