@@ -268,6 +268,8 @@ def _check_formats(weights: ExpertWeights) -> None:
 
 
 def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> None:
+    if not isinstance(adapters, ExpertAdapters):
+        raise ValueError(f"fused_experts: adapters must be ExpertAdapters, got {type(adapters).__name__}")
     up_a, up_b, down_a, down_b, _ = adapters
     for a, b, weight, names in ((up_a, up_b, w_up, ("up_a", "up_b")), (down_a, down_b, w_down, ("down_a", "down_b"))):
         if (a is None) != (b is None):

@@ -220,7 +220,7 @@ def get_kernels(
     cc: int | None = None,
     metadata_filter: Callable[[KernelMetadata], bool] | None = None,
 ) -> list[Kernel]:
-    """Return the kernels that support `args`, run on compute capability `cc` and pass the filter.
+    """Return the kernels that support `args`, run on compute capability `cc` (90 for 9.0) and pass the filter.
 
     Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the choice
     of the measured table, then the order of a rule of thumb. Every epilogue that a kernel supports is considered, not

@@ -204,7 +204,8 @@ def selection_keys(
 
 def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, operand: Tensor, num_experts: int) -> None:
     if (bias is not None) != wanted:
-        raise ValueError(f"{op}: this router has {'a' if wanted else 'no'} {name}, got {'none' if wanted else 'one'}")
+        rule, got = ("given", "none") if wanted else ("omitted", "one")
+        raise ValueError(f"{op}: {name} must be {rule} for this spec, got {got}")
     if bias is not None:
         check_shapes(op, {"E": num_experts}, **{name: (bias, "E")})
         check_same_device(op, operand=operand, **{name: bias})

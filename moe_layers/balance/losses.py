@@ -221,7 +221,10 @@ def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
     """Return the exclusive end of each sequence in token order."""
     lengths, total, device = routing.sequence_lengths, routing.logits.shape[0], routing.logits.device
     if lengths is None:
-        raise ValueError(f"{op}: the routing must have sequence_lengths, got None")
+        raise ValueError(
+            f"{op}: the routing must have sequence_lengths, got None; pass sequence_lengths or x [..., S, d_model] to "
+            "the layer"
+        )
     if isinstance(lengths, Tensor):
         check_sequence_lengths(op, lengths, device)
         return lengths.cumsum(0, dtype=torch.int64).clamp(max=total)

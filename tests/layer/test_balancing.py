@@ -385,7 +385,7 @@ def test_bad_losses(options, message):
 @pytest.mark.parametrize(
     ("shape", "facts", "message"),
     [
-        ((18, 16), {}, "sequence_load_balancing_loss: the routing must have sequence_lengths, got None"),
+        ((18, 16), {}, r"sequence_lengths, got None; pass sequence_lengths or x \[\.\.\., S, d_model\] to the layer"),
         (
             (3, 6, 16),
             {"token_mask": torch.ones(18).bool()},

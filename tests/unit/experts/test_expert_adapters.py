@@ -249,3 +249,10 @@ def test_adapters_that_do_not_fit_are_named(changes, error):
     permutation = reference.sort_by_expert(experts, 4)
     with pytest.raises(ValueError, match=f"fused_experts: {error}"):
         fused_experts(tokens, weights, permutation, w_up, w_down, adapters=adapters)
+
+
+def test_settings_are_no_adapters():
+    tokens, topk_experts = torch.zeros(3, 4), torch.zeros(3, 1, dtype=torch.int32)
+    operands = (tokens, torch.ones(3, 1), sort_by_expert(topk_experts, 2), torch.zeros(2, 4, 4), torch.zeros(2, 4, 2))
+    with pytest.raises(ValueError, match="fused_experts: adapters must be ExpertAdapters, got dict"):
+        fused_experts(*operands, adapters={"rank": 8})

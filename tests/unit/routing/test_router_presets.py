@@ -333,8 +333,8 @@ def test_bad_facts(make, message):
 @pytest.mark.parametrize(
     ("spec", "options", "message"),
     [
-        (RouterSpec.deepseek_v3(), {}, "this router has a selection_bias, got none"),
-        (RouterSpec(), {"selection_bias": torch.zeros(12)}, "this router has no selection_bias, got one"),
+        (RouterSpec.deepseek_v3(), {}, "selection_bias must be given for this spec, got none"),
+        (RouterSpec(), {"selection_bias": torch.zeros(12)}, "selection_bias must be omitted for this spec, got one"),
         (RouterSpec.deepseek_v3(), {"selection_bias": torch.zeros(11)}, r"selection_bias must be \[E\] with E=12"),
     ],
 )
@@ -346,8 +346,8 @@ def test_bad_selection_bias(spec, options, message):
 @pytest.mark.parametrize(
     ("spec", "bias", "message"),
     [
-        (RouterSpec(), torch.zeros(2), "this router has no logit_bias, got one"),
-        (RouterSpec(logit_bias=True), None, "this router has a logit_bias, got none"),
+        (RouterSpec(), torch.zeros(2), "logit_bias must be omitted for this spec, got one"),
+        (RouterSpec(logit_bias=True), None, "logit_bias must be given for this spec, got none"),
         (RouterSpec(logit_bias=True), torch.zeros(2, device="meta"), "one device"),
     ],
 )
