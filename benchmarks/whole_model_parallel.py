@@ -47,7 +47,7 @@ from moe_layers.integrations.transformers import enable, shard_experts
 
 from .common import plots
 from .common.command import Command, print_rows
-from .common.model_variants import MODELS, draw_tokens, free_memory, make_model, size
+from .common.model_variants import MODELS, compile_layers, draw_tokens, free_memory, make_model, size
 from .common.results_file import Row, Task, attempt
 from .parallel import plan
 from .parallel.processes import process_group
@@ -57,7 +57,7 @@ ONE = "one_gpu"
 SHARDED = ("shard_experts/auto", "shard_experts/alltoall", "shard_experts/allgather", "shard_experts/overlapped")
 BY_TRANSFORMERS = ("transformers/all_to_all", "transformers/moe_layers")
 WAYS = (ONE, *SHARDED, "fsdp2", *BY_TRANSFORMERS)
-COLUMNS = ("model", "layers", "batch", "length", "routing", "checkpointing", "processes", "way")
+COLUMNS = ("model", "layers", "batch", "length", "routing", "checkpointing", "compiled", "processes", "way")
 MEASURED = ("ms", "tokens_per_s_per_gpu", "times_one_gpu", "comm_ms", "comm_share", "peak_gib", "error")
 COLUMNS += MEASURED
 EMPTY = dict.fromkeys(MEASURED)
@@ -95,19 +95,26 @@ def make(name: str, shared: Row, options: argparse.Namespace, device: torch.devi
     model = build(shared, options, device)
     kind, _, choice = name.partition("/")
     if kind == "transformers":
-        return by_transformers(model, choice)
+        return compiled(by_transformers(model, choice), shared)
     enable(model, implementation=options.implementation)
     if kind == ONE:
-        return model
+        return compiled(model, shared)
     num_ranks = distributed.get_world_size()
     everyone = init_device_mesh(device.type, (num_ranks,))
     ignored: set[nn.Parameter] = set()
     if kind == "shard_experts":
         report = shard_experts(model, everyone, dispatcher=choice)
         ignored = {parameter for experts in report.experts.values() for parameter in experts.parameters()}
-    for layer in model.model.layers:
+    for layer in compiled(model, shared).model.layers:
         fully_shard(layer, mesh=everyone, ignored_params=ignored)
     return fully_shard(model, mesh=everyone, ignored_params=ignored)
+
+
+def compiled(model: Any, shared: Row) -> Any:
+    """Compile the decoder layers if the row is of compiled layers. Return the model."""
+    if shared["compiled"]:
+        compile_layers(model)
+    return model
 
 
 def by_transformers(model: Any, implementation: str) -> nn.Module:
@@ -213,6 +220,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="of each rank")
     parser.add_argument("--routing", nargs="+", choices=("learned", "balanced"), default=["learned"])
     parser.add_argument("--checkpointing", action="store_true", help="of every layer")
+    parser.add_argument("--compiled", action="store_true", help="every layer")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     implementations, ours = ("triton", "reference"), "of these experts; default: by device"
     parser.add_argument("--implementation", choices=implementations, help=ours)
@@ -231,7 +239,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
     with process_group(options.device) as device:
         for model, (batch, length), routing in product(options.models, options.tokens, options.routing):
             shared: Row = {"model": model, "layers": options.layers, "batch": batch, "length": length}
-            shared |= {"routing": routing, "checkpointing": options.checkpointing}
+            shared |= {"routing": routing, "checkpointing": options.checkpointing, "compiled": options.compiled}
             shared["processes"] = distributed.get_world_size()
             yield shared, partial(bench, shared, options, device)
 

@@ -132,7 +132,7 @@ def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
 
 
 def _rows_of(rows: list[Row], way: str) -> list[Row]:
-    plain = [row for row in rows if row["model"] in _BY_NAME and not row.get("checkpointing")]
+    plain = [row for row in rows if row["model"] in _BY_NAME and not (row.get("checkpointing") or row.get("compiled"))]
     return [row for row in plain if row["way"] == way and row["ms"]]
 
 

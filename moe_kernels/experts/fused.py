@@ -23,6 +23,7 @@ from .steps import Experts
 
 RECOMPUTE = (None, "up")
 PRECISIONS = (None, "fp8", "fp8_saved")
+_SWIGLU = Activation("swiglu")
 
 
 def fused_experts(
@@ -90,7 +91,7 @@ def fused_experts(
         permutation,
         ExpertWeights(w_up, w_down, b_up, b_down),
         adapters=adapters,
-        activation=activation,
+        activation=as_activation("fused_experts", activation),
         weight_on_input=weight_on_input,
         recompute=recompute,
         reserved_sms=reserved_sms,
@@ -115,7 +116,7 @@ def compute_experts(
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
-    gated = as_activation("fused_experts", settings.get("activation", "swiglu")).gated
+    gated = settings.get("activation", _SWIGLU).gated
     check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
     operands = make_operands(tokens, weights, **settings)
     if choose("fused_experts", implementation, tokens) == "reference":
@@ -197,7 +198,7 @@ def make_operands(
     weights: ExpertWeights,
     *,
     adapters: ExpertAdapters | None = None,
-    activation: str | Activation = "swiglu",
+    activation: Activation = _SWIGLU,
     weight_on_input: bool = False,
     recompute: str | None = None,
     precision: str | None = None,
@@ -211,7 +212,6 @@ def make_operands(
     Raises:
         ValueError, NotImplementedError: as `fused_experts`.
     """
-    activation = as_activation("fused_experts", activation)
     if recompute not in RECOMPUTE:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
     if adapters is not None:

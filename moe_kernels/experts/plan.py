@@ -10,6 +10,7 @@ from torch import Tensor
 from ..gemm.arguments.base import Arguments
 from ..gemm.kernel import Kernel
 from ..gemm.selection import Copies, Target, planning
+from ..specs import as_activation
 from ..types import ExpertWeights, QuantizedWeight
 from .fused import make_operands
 from .fused_op import compute_gradients, fused_experts_op, read_by_backward
@@ -52,7 +53,8 @@ def plan_experts(
     """
     # With gradients enabled, forward keeps the pre-activations, and backward does not multiply for them again.
     with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
-        operands = make_operands(tokens, weights, activation=activation, precision=precision)
+        kind = as_activation("plan_experts", activation)
+        operands = make_operands(tokens, weights, activation=kind, precision=precision)
         operands = operands._replace(topk_experts=topk_experts, topk_weights=topk_weights)
         made = fused_experts_op(operands)
         is_frozen = isinstance(weights.w_up, QuantizedWeight)

@@ -24,7 +24,6 @@ def is_packed(kind: Any) -> bool:
 # The tensors of a quantised weight.
 _TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
 _LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}, "_layout": str | None}
-_NOT_QUANTIZED = (None,) * (len(_LEAVES) - 1)
 
 
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
@@ -110,8 +109,7 @@ class Packing:
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
         # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
-        quantized = {"QuantizedWeight": QuantizedWeight, "nothing": _NOT_QUANTIZED}
-        split = {"to_leaves": _quantized_to_leaves, **quantized}
+        split = {"to_leaves": _quantized_to_leaves, "QuantizedWeight": QuantizedWeight}
         join = {"of_leaves": _quantized_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
         self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
@@ -126,7 +124,8 @@ class Packing:
         if kind in (Weight, QuantizedWeight):
             assert not absent, name
             self.types |= {f"{name}{leaf}": leaf_type for leaf, leaf_type in _LEAVES.items()}
-            self._paths.append(f"*(to_leaves({path}) if type({path}) is QuantizedWeight else ({path}, *nothing))")
+            plain = ", ".join([path, *["None"] * (len(_LEAVES) - 1)])
+            self._paths.append(f"*(to_leaves({path}) if type({path}) is QuantizedWeight else ({plain}))")
             parts = ", ".join(f"{name}{leaf}" for leaf in _LEAVES if leaf)
             return f"{name} if {name}_layout is None else of_leaves({parts})"
         given = [part for part in get_args(kind) if is_packed(part)]

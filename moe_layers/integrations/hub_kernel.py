@@ -34,7 +34,7 @@ backends = ["cuda", "cpu"]
 python-depends = ["einops"]
 
 [torch-noarch]
-pyext = ["py", "json", "c"]
+pyext = ["py", "c"]
 """
 
 _INIT = '''"""Experts of Mixture-of-Experts models: grouped GEMMs in Triton, forward and backward."""

@@ -20,7 +20,7 @@ ROW = {"model": "qwen3-30b-a3b", "layers": 6, "batch": 4, "length": 4096, "proce
 def test_every_way_agrees_with_one_process(tmp_path):
     path = tmp_path / "results.json"
     small = ["--device", "cpu", "--models", "tiny", "--layers", "2", "--tokens", "2x16", "--warm-up", "1"]
-    small += ["--routing", "balanced", "--checkpointing"]
+    small += ["--routing", "balanced", "--checkpointing", "--compiled"]
     quick = ["--rounds", "1", "--round-ms", "1", "--commit", "abc", "--output", str(path)]
     result = run_torchrun(["-m", "benchmarks.whole_model_parallel", *small, *quick], 2, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -29,7 +29,7 @@ def test_every_way_agrees_with_one_process(tmp_path):
     for row in rows:
         assert row["error"] is None and row["tokens_per_s_per_gpu"] > 0 and row["commit"] == "abc"
         assert (row["comm_ms"] > 0) == (row["way"] != "one_gpu")
-        assert row["routing"] == "balanced" and row["checkpointing"]
+        assert row["routing"] == "balanced" and row["checkpointing"] and row["compiled"]
 
 
 def test_plan(capsys):

@@ -27,7 +27,7 @@ def test_files_are_those_of_the_builder(folder):
     settings = (folder / "build.toml").read_text()
     assert f'name = "{NAME}"' in settings and "[torch-noarch]" in settings
     suffixes = {path.suffix.removeprefix(".") for path in package.rglob("*") if path.is_file()}
-    assert suffixes == {"py", "json", "c"} and all(f'"{suffix}"' in settings for suffix in suffixes)
+    assert suffixes == {"py", "c"} and all(f'"{suffix}"' in settings for suffix in suffixes)
 
 
 def test_the_card_names_repository_and_version(tmp_path):

@@ -1,6 +1,7 @@
 """Replayed ops: a repeated form of operands gives the bits of the function, without its choices and checks."""
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
@@ -19,6 +20,7 @@ from moe_kernels.runtime.triton import HAS_TRITON, triton
 from moe_layers import LoRA, MoEFeedForward
 from moe_layers.experts.quantization import quantize_experts_
 
+from ...processes import ROOT
 from ...tiers import default_tier
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no ops without Triton")
@@ -340,20 +342,24 @@ def test_a_replay_chooses_nothing_and_calls_little(options, device, monkeypatch)
     for module, name in ((selection, "find"), (selection, "choose_copies"), (rule, "is_worth_aligning")):
         chosen = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, f=chosen: choices.append(f.__name__) or f(*args))
-    num_forward = python_calls(lambda: layer(tokens))
-    num_both = python_calls(run)
+    forward = python_calls(lambda: layer(tokens))
+    both = python_calls(run)
     assert choices == []
-    assert num_forward <= 62
-    assert num_both <= 118
+    assert len(forward) <= 62
+    assert len(both) <= 118
+    own = [file for file in forward if file.startswith(f"{ROOT}/moe_")]
+    visits = [file for file, _ in itertools.groupby(own)]
+    assert len(set(visits)) <= 16 and len(visits) <= 28, visits
 
 
 def python_calls(function):
-    """The number of Python functions that a call runs, without its own, and without comprehensions, which are none
+    """The files of the Python functions that a call runs, without its own, and without comprehensions, which are none
     since Python 3.12."""
     calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
     try:
         function()
     finally:
         sys.setprofile(None)
-    return sum(name not in ("<listcomp>", "<dictcomp>", "<setcomp>") for name in calls) - 1
+    skipped = "<listcomp>", "<dictcomp>", "<setcomp>"
+    return [code.co_filename for code in calls[1:] if code.co_name not in skipped]
