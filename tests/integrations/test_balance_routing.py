@@ -140,11 +140,12 @@ def test_a_global_batch_holds_the_counts_of_earlier_calls(device):
     assert all((loss - kept[name]).abs() > 1e-5 for name, loss in aux_losses(model).items())
 
 
-def test_packed_sequences_are_balanced_one_by_one(device):
-    """`position_ids` or `cu_seq_lens_q` tell where sequences begin."""
+@pytest.mark.parametrize("first", [0, 9], ids=["whole", "continued"])
+def test_packed_sequences_are_balanced_one_by_one(first, device):
+    """`position_ids` tell where sequences begin. The first may continue a sequence of another forward."""
     model = enabled("qwen3_moe", device, dtype=torch.float64)
     tokens = draw_tokens(model, batch=1)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
+    positions = torch.cat([torch.arange(first, first + 5), torch.arange(7)])[None].to(device)
     (logits, weights, chosen), *_ = router_outputs(model, lambda: model(input_ids=tokens, position_ids=positions))
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).int()
     lengths = torch.tensor([5, 7], device=device)
