@@ -204,11 +204,11 @@ def _reason_against(wrapper: Any) -> str | None:
 
 
 def _held_by(wrapper: nn.Module) -> Any:
-    """Return the module inside all wrappers of PEFT: the experts, or another wrapper around them."""
+    """Return the module inside all wrappers of PEFT and torch.compile: the experts, or another wrapper around them."""
     module = wrapper
-    while (inner := module._modules.get("base_layer")) is not None:
+    while (inner := module._modules.get("base_layer", module._modules.get("_orig_mod"))) is not None:
         module = inner
-    return module._modules.get("_orig_mod", module)  # torch.compile's wrapper
+    return module
 
 
 def _is_computed_here(experts: Any) -> bool:
