@@ -13,6 +13,7 @@ from moe_layers import (
     set_aux_loss_scale,
     update_selection_bias,
 )
+from moe_layers.balance import attachment
 from moe_layers.integrations.transformers import balance_routing
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
@@ -95,6 +96,18 @@ def test_losses_need_no_labels_and_scale(device):
     model.zero_grad()
     main_loss(model, tokens, mask).backward()
     assert torch.equal(gradients(model)[name], none)
+
+
+def test_float16_autocast_without_a_scale_warns(monkeypatch, device):
+    monkeypatch.setattr(attachment, "_warn_once", attachment._warn_once.__wrapped__)
+    model = enabled("qwen3_moe", device).train()
+    balance_routing(model, BalanceLosses(z=0.1))
+    tokens = draw_tokens(model)
+    with torch.autocast(tokens.device.type, torch.float16):
+        with pytest.warns(RuntimeWarning, match="balance_routing: auxiliary losses under float16 autocast without"):
+            model(input_ids=tokens)
+        set_aux_loss_scale(model, torch.ones((), device=device))
+        model(input_ids=tokens)
 
 
 @pytest.mark.parametrize("by", ["num_tokens", "scale"])
