@@ -23,10 +23,7 @@ def attach_aux_loss(
     num_tokens: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # [T, D]; scalar
     """Return the tokens with the layer's auxiliary loss attached, and the loss. `aux_losses` reads its value later."""
-    if layer.training and layer.aux_loss_scale is None and not torch.compiler.is_compiling():
-        device_type = tokens.device.type
-        if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
-            _warn_once()
+    warn_without_scale("MoEFeedForward", layer, tokens.device.type)
     counts = layer.router.accumulated_counts
     loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)
     # The loss is not stored under a transform, which its tensor must not outlive, nor in an exported program, which
@@ -36,11 +33,22 @@ def attach_aux_loss(
     return attach_loss(tokens, loss, layer.aux_loss_scale), loss
 
 
+def warn_without_scale(
+    op: str,
+    layer: Any,  # a MoEFeedForward or an AttachedRouter
+    device_type: str,
+) -> None:
+    """Warn once that the main loss may be scaled under float16 autocast. A layer cannot see its scale."""
+    if not layer.training or layer.aux_loss_scale is not None or torch.compiler.is_compiling():
+        return
+    if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:
+        _warn_once(op)
+
+
 @functools.cache
-def _warn_once() -> None:
-    """Warn that the main loss may be scaled under float16 autocast. A layer cannot see its scale."""
+def _warn_once(op: str) -> None:
     warnings.warn(
-        "MoEFeedForward: auxiliary losses under float16 autocast without set_aux_loss_scale. A GradScaler scales the "
+        f"{op}: auxiliary losses under float16 autocast without set_aux_loss_scale. A GradScaler scales the "
         "main loss alone: call set_aux_loss_scale(model, scaler.scale(torch.ones((), device=device))) before each "
         "forward, or once with torch.ones((), device=device) if the loss is not scaled",
         RuntimeWarning,

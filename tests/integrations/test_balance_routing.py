@@ -13,6 +13,7 @@ from moe_layers import (
     set_aux_loss_scale,
     update_selection_bias,
 )
+from moe_layers.balance import attachment
 from moe_layers.integrations.transformers import balance_routing
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
@@ -97,6 +98,18 @@ def test_losses_need_no_labels_and_scale(device):
     assert torch.equal(gradients(model)[name], none)
 
 
+def test_float16_autocast_without_a_scale_warns(monkeypatch, device):
+    monkeypatch.setattr(attachment, "_warn_once", attachment._warn_once.__wrapped__)
+    model = enabled("qwen3_moe", device).train()
+    balance_routing(model, BalanceLosses(z=0.1))
+    tokens = draw_tokens(model)
+    with torch.autocast(tokens.device.type, torch.float16):
+        with pytest.warns(RuntimeWarning, match="balance_routing: auxiliary losses under float16 autocast without"):
+            model(input_ids=tokens)
+        set_aux_loss_scale(model, torch.ones((), device=device))
+        model(input_ids=tokens)
+
+
 @pytest.mark.parametrize("by", ["num_tokens", "scale"])
 def test_accumulated_calls_equal_one_call(by, device):
     """Unequal calls by `num_tokens`, equal ones by the scale."""
@@ -140,11 +153,12 @@ def test_a_global_batch_holds_the_counts_of_earlier_calls(device):
     assert all((loss - kept[name]).abs() > 1e-5 for name, loss in aux_losses(model).items())
 
 
-def test_packed_sequences_are_balanced_one_by_one(device):
-    """`position_ids` or `cu_seq_lens_q` tell where sequences begin."""
+@pytest.mark.parametrize("first", [0, 9], ids=["whole", "continued"])
+def test_packed_sequences_are_balanced_one_by_one(first, device):
+    """`position_ids` tell where sequences begin. The first may continue a sequence of another forward."""
     model = enabled("qwen3_moe", device, dtype=torch.float64)
     tokens = draw_tokens(model, batch=1)
-    positions = torch.cat([torch.arange(5), torch.arange(7)])[None].to(device)
+    positions = torch.cat([torch.arange(first, first + 5), torch.arange(7)])[None].to(device)
     (logits, weights, chosen), *_ = router_outputs(model, lambda: model(input_ids=tokens, position_ids=positions))
     counts = torch.bincount(chosen.flatten(), minlength=logits.shape[1]).int()
     lengths = torch.tensor([5, 7], device=device)

@@ -149,11 +149,12 @@ def test_copy_is_not_kept_for_backward(rebuilt):
     assert len(copies) == 2
 
 
-def test_changed_parameters_do_not_reach_backward(rebuilt):
+@pytest.mark.parametrize("changed", ["w1", "w2", "tokens"])
+def test_changed_tensors_do_not_reach_backward(changed, rebuilt):
     ours, _ = rebuilt
     tokens, ids, weights = draw_dbrx(ours)
     out = ours(tokens.requires_grad_(), ids, weights)
     with torch.no_grad():
-        ours.mlp.w1 += 1
+        {"w1": ours.mlp.w1, "w2": ours.mlp.w2, "tokens": tokens}[changed].add_(1)
     with pytest.raises(RuntimeError, match="changed in place"):
         out.sum().backward()

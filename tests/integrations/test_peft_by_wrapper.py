@@ -1,16 +1,21 @@
 """Adapters that PEFT's own wrappers compute, or that are refused, and the report that names them."""
 
+import threading
+
 import pytest
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from moe_layers import observe
 from moe_layers.integrations.transformers import disable, enable
 
 from .models import build, draw_tokens, skip_old, step
 from .peft_models import TARGETS, WARNINGS, adapt, assert_equal_steps, float64_pair, lora, peft
 
 pytestmark = WARNINGS
+EXPERTS = "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"
 
 
 def test_adapters_of_experts_with_a_norm_are_left_to_peft():
@@ -193,3 +198,55 @@ def test_experts_with_a_hook_keep_their_adapters_with_another_implementation():
         hooks.add_hook_to_module(experts, hooks.ModelHook())
     ours.base_model.model.set_experts_implementation("eager")
     assert_equal_steps(step(ours, tokens), step(golden, tokens))
+
+
+def test_threads_have_adapters_of_their_own():
+    """A forward in a second thread runs while the first thread is inside PEFT's wrappers."""
+    _, model = float64_pair()
+    enable(model, implementation="reference")
+    tokens = draw_tokens(model)
+    expected, others = model(input_ids=tokens).logits, []
+
+    def run_another(*_):
+        hook.remove()
+        thread = threading.Thread(target=lambda: others.append(model(input_ids=tokens).logits))
+        thread.start()
+        thread.join()
+
+    hook = model.get_submodule(EXPERTS).register_forward_pre_hook(run_another)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    assert torch.equal(others[0], expected)
+
+
+@pytest.mark.parametrize("wrapped", ["experts", "inner wrapper"])
+def test_a_wrapper_of_others_between_adapters_and_experts(wrapped):
+    """PEFT computes the adapters then. Its own forward refuses experts inside another wrapper."""
+    golden, ours = float64_pair()
+    tokens = draw_tokens(golden)
+    expected = step(golden, tokens)
+    enable(ours, implementation="reference")
+    for layer in ours.base_model.model.model.layers:
+        outer = layer.mlp.experts
+        holder = outer.base_layer if wrapped == "experts" else outer
+        holder.base_layer = checkpoint_wrapper(holder.base_layer)
+    if wrapped == "experts":
+        with pytest.raises(ValueError, match="does not have a parameter"):
+            ours(input_ids=tokens)
+    else:
+        torch.testing.assert_close(ours(input_ids=tokens).logits, expected[0], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "tuner", "wrapper"])
+def test_every_wrapper_of_peft_is_enabled_and_disabled(kind):
+    model = peft.get_peft_model(build("qwen3_moe"), lora(), mixed=kind == "mixed")
+    part = {"mixed": model, "tuner": model.base_model}.get(kind, model.base_model.model.model.layers[0].mlp.experts)
+    assert enable(part, implementation="reference").blocks == (1 if kind == "wrapper" else 2)
+    disable(part)
+    assert not any(name.startswith("_moe_layers") for module in model.modules() for name in vars(module))
+
+
+def test_a_router_among_modules_to_save():
+    model = adapt(build("qwen3_moe"), lora(modules_to_save=["gate"]))
+    enable(model, implementation="reference")
+    with pytest.raises(ValueError, match=r"got ModulesToSaveWrapper: .* adapt the router by target_parameters"):
+        observe(model)

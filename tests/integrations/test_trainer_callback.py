@@ -186,3 +186,18 @@ def test_a_model_without_experts_is_refused(tmp_path):
     trainer.model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="RoutingCallback: the model must have MoE blocks, got Linear"):
         RoutingCallback(trainer)
+
+
+@pytest.mark.parametrize("num_tokens", [None, BATCH * LENGTH])
+def test_losses_are_scaled_as_the_main_loss(num_tokens, tmp_path):
+    """A GradScaler multiplies the main loss, and the optimizer divides all gradients."""
+    states = []
+    for scale in (None, 1024.0):
+        trainer = make_trainer("qwen3_moe", tmp_path, gradient_accumulation_steps=2, learning_rate=0.1)
+        if scale is not None:
+            trainer.accelerator.scaler = torch.amp.GradScaler(trainer.args.device.type, init_scale=scale)
+        balance_routing(trainer.model, BalanceLosses(switch=10.0), num_tokens=num_tokens)
+        trainer.add_callback(RoutingCallback(trainer))
+        trainer.train()
+        states.append(trainer.model.state_dict())
+    torch.testing.assert_close(states[1], states[0])

@@ -36,7 +36,7 @@ from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
 from .experts.discovery import Found, find_experts
-from .experts.experts_forward import ATTRIBUTE, CHANGES, FORMS, NAME, SHARING, TOLD
+from .experts.experts_forward import ATTRIBUTE, FORMS, NAME, SHARING, TOLD
 from .experts.peft_adapters import (
     Place,
     find_places,
@@ -146,7 +146,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     if precision is not None:
         found = [_in_precision(part, precision) for part in found]
     configs = _configs_of(found)
-    if (earlier := getattr(model, STATE, None)) is not None:
+    if (earlier := _state_of(model)) is not None:
         _check_whole("enable", earlier)
         _restore(model, earlier)
     _check_free(found)
@@ -231,7 +231,7 @@ def _check_free(found: list[Found]) -> None:
 
 def _selectable(model: nn.Module) -> set[int]:
     """Return the ids of configurations that belong to whole models in `model`, and to no other enabled model."""
-    own = getattr(model, STATE, None)
+    own = _state_of(model)
     taken = {id(config) for state in _STATES if state is not own for config, _ in state.configs}
     whole = (module for module in model.modules() if isinstance(module, transformers.PreTrainedModel))
     return {id(module.config) for module in whole} - taken
@@ -245,7 +245,7 @@ def disable(model: nn.Module) -> None:
     Raises:
         ValueError: the model is not enabled, or `shard_experts` sharded its experts.
     """
-    state = getattr(model, STATE, None)
+    state = _state_of(model)
     if state is None:
         raise ValueError(f"disable: the model must have been given to enable, got {type(model).__name__}")
     _check_whole("disable", state)
@@ -273,16 +273,20 @@ def _restore(model: nn.Module, state: _State) -> None:
     for place in state.places:
         restore_forwards(place)
     for experts in state.experts:
-        for attribute in (ATTRIBUTE, CHANGES, FORMS, TOLD):
+        for attribute in (ATTRIBUTE, FORMS, TOLD):
             vars(experts).pop(attribute, None)
     # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
     holder = next(module for module in model.modules() if vars(module).get(STATE) is state)
     delattr(holder, STATE)
 
 
-def _innermost(model: Any) -> nn.Module:
+def _innermost(model: nn.Module) -> nn.Module:
     """Return the model inside PEFT's wrappers. It remains when adapters are unloaded."""
-    return model.get_base_model() if type(model).__module__.startswith("peft.") else model
+    return next(module for module in model.modules() if not type(module).__module__.startswith("peft."))
+
+
+def _state_of(model: nn.Module) -> _State | None:
+    return getattr(_innermost(model), STATE, None)
 
 
 def _report(found: list[Found], places: list[Place]) -> EnableReport:

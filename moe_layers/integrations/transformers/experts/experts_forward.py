@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
@@ -32,10 +33,12 @@ from .rebuilding import rebuilt_in_backward
 NAME = "moe_layers"  # name in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # attribute: ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # attribute: KeptForms, with a precision
-CHANGES = "_moe_layers_changes"  # attribute: LowRank by parameter name, while wrappers call the experts
 SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a SharedForward
 DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
 TOLD = "_moe_layers_told"  # attribute: `_tell_once` has run
+
+# `changes`: LowRank by experts and parameter name, while wrappers call the experts in this thread.
+_calls = threading.local()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -176,6 +179,21 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
         raise ValueError(f"moe_layers: the weights of {name} must have one format, got {first_three(formats)}")
 
 
+def changes_of(experts: nn.Module) -> Mapping[str, LowRank]:
+    """Return the changes, by parameter name, with which wrappers call the experts in this thread."""
+    return getattr(_calls, "changes", {}).get(experts, {})
+
+
+def call_with_changes(experts: nn.Module, changes: Mapping[str, LowRank], call: Callable[[], Tensor]) -> Tensor:
+    """Return `call()`. The experts that it calls in this thread are computed with these changes."""
+    outer = getattr(_calls, "changes", {})
+    _calls.changes = {**outer, experts: changes}
+    try:
+        return call()
+    finally:
+        _calls.changes = outer
+
+
 def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], ExpertsSpec]) -> None:
     """Set the spec of a module for which `enable` was not called."""
     if not hasattr(experts, ATTRIBUTE):
@@ -224,7 +242,7 @@ def experts_forward(
     sharing: SharedForward | None = getattr(self, SHARING, None)
     if sharing is not None:
         return sharing.forward(self, hidden_states, top_k_index, top_k_weights)
-    changes = getattr(self, CHANGES, None) or {}
+    changes = changes_of(self)
     return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)
 
 

@@ -21,7 +21,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ....checks import first_three
-from .experts_forward import ATTRIBUTE, CHANGES, DISPATCHED, NAME, SHARING, ExpertsSpec, LowRank
+from .experts_forward import (
+    ATTRIBUTE,
+    DISPATCHED,
+    NAME,
+    SHARING,
+    ExpertsSpec,
+    LowRank,
+    call_with_changes,
+    changes_of,
+)
 from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
 
@@ -179,8 +188,10 @@ def _is_param_wrapper(module: nn.Module) -> bool:
 
 def _reason_against(wrapper: Any) -> str | None:
     """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
-    experts = wrapper.get_base_layer()
+    experts = _held_by(wrapper)
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
+    if spec is not None and ATTRIBUTE not in vars(experts):
+        return f"a {type(experts).__name__} is around its experts"
     if spec is None or not _is_computed_here(experts):
         return "moe_layers does not compute its experts"
     if spec.normed:
@@ -190,6 +201,14 @@ def _reason_against(wrapper: Any) -> str | None:
     if wrapper.merged:
         return "it is merged"
     return next(filter(None, (_reason_against_adapter(wrapper, adapter) for adapter in _active(wrapper))), None)
+
+
+def _held_by(wrapper: nn.Module) -> Any:
+    """Return the module inside all wrappers of PEFT and torch.compile: the experts, or another wrapper around them."""
+    module = wrapper
+    while (inner := module._modules.get("base_layer", module._modules.get("_orig_mod"))) is not None:
+        module = inner
+    return module
 
 
 def _is_computed_here(experts: Any) -> bool:
@@ -248,14 +267,11 @@ def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
     changes = [_change(self, adapter) for adapter in _active(self)]
     if not changes:
         return self.base_layer(*args, **kwargs)
-    experts = self.get_base_layer()
-    outer = getattr(experts, CHANGES, {})
+    experts = _held_by(self)
+    outer = changes_of(experts)
     of_others = [outer[self.parameter_name]] if self.parameter_name in outer else []
-    setattr(experts, CHANGES, {**outer, self.parameter_name: _sum([*of_others, *changes])})
-    try:
-        return self.base_layer(*args, **kwargs)
-    finally:
-        setattr(experts, CHANGES, outer)
+    changed = {**outer, self.parameter_name: _sum([*of_others, *changes])}
+    return call_with_changes(experts, changed, lambda: self.base_layer(*args, **kwargs))
 
 
 def _change(wrapper: Any, adapter: str) -> LowRank:

@@ -22,10 +22,25 @@ class _Rebuilt:
     dtype: torch.dtype
     build: Callable[..., Tensor]
 
-    def copy(self) -> Tensor:
+    def tensor(self) -> Tensor:
         if tuple(parameter._version for parameter in self.parameters) != self.versions:
             raise RuntimeError("a parameter that backward needs was changed in place after forward")
         return self.build(*(parameter.detach() for parameter in self.parameters)).to(self.dtype)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """Stands for another saved tensor. Autograd compares no versions of tensors that hooks pack."""
+
+    saved: Tensor
+    version: int
+
+    def tensor(self) -> Tensor:
+        if self.saved._version != self.version:
+            raise RuntimeError(
+                f"a tensor {list(self.saved.shape)} that backward needs was changed in place after forward"
+            )
+        return self.saved
 
 
 def rebuilt_in_backward(
@@ -48,10 +63,8 @@ def rebuilt_in_backward(
     rebuilt = _Rebuilt(parameters, versions, copy.dtype, build)
     place = (copy.data_ptr(), copy.shape, copy.stride())
 
-    def pack(saved: Tensor) -> Tensor | _Rebuilt:
-        return rebuilt if (saved.data_ptr(), saved.shape, saved.stride()) == place else saved
+    def pack(saved: Tensor) -> _Saved | _Rebuilt:
+        is_copy = (saved.data_ptr(), saved.shape, saved.stride()) == place
+        return rebuilt if is_copy else _Saved(saved, saved._version)
 
-    def unpack(saved: Tensor | _Rebuilt) -> Tensor:
-        return saved.copy() if isinstance(saved, _Rebuilt) else saved
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor())

@@ -16,12 +16,13 @@ from .model_forward import hook_models, unhook_models
 
 _ROUTER = "_moe_layers_router"  # attribute of a hooked router that holds its HookedRouter
 _NAMES = ("gate", "router")  # names of a router in its block
-_KINDS = re.compile(r"(Router|Gate|Gating)$")
+_KINDS = re.compile(r"(Router|Gate|Gating|ModulesToSaveWrapper)$")
 # Unsupported routers: their forward does not return the choice and weights that the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",
     "Llama4Router": _BLOCK_CHOOSES,
+    "ModulesToSaveWrapper": "it runs a copy of the router per adapter; adapt the router by target_parameters instead",
     "ZayaRouter": "it sends skipped slots to expert 0",
 }
 if Version(transformers.__version__) < Version("5.19"):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
 
+from ....balance.attachment import warn_without_scale
 from ....balance.balancing import BalanceLosses, global_expert_counts
 from ....balance.losses import attach_loss
 from ....balance.routing_statistics import RoutingObserver
@@ -233,6 +234,7 @@ class HookedRouter:
                 loss = self._loss(routing, forward)
                 self.aux_loss = loss.detach()
                 if weights.requires_grad:
+                    warn_without_scale("balance_routing", self, weights.device.type)
                     weights = attach_loss(weights, loss, self.aux_loss_scale)
             if counts:
                 self.take_counts_to(routing.choices_per_expert.device)

@@ -76,8 +76,10 @@ class ModelForward:
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
         positions = self._arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
-            # Each packed sequence starts at position 0. The number of sequences is read from the device.
-            starts = (positions[0] == 0).nonzero().flatten()
+            # Each packed sequence starts at position 0. The first may start later, after tokens of another forward.
+            is_start = positions[0] == 0
+            is_start[:1] = True
+            starts = is_start.nonzero().flatten()  # reads the number of sequences from the device
             return torch.diff(starts, append=starts.new_full((1,), num_tokens)).to(device)
         return num_tokens // batch if batch else None
 

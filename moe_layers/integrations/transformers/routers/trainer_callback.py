@@ -44,8 +44,8 @@ class RoutingCallback(TrainerCallback):
     `routing/<metric>` for the mean or the worst over the layers, and `routing/<layer>/<metric>`. With several ranks,
     statistics cover all ranks.
 
-    With losses of `balance_routing`, the callback divides their gradients by the accumulation steps, and extends the
-    batch of `global_batch` over the accumulated calls.
+    With losses of `balance_routing`, the callback divides their gradients by the accumulation steps, multiplies them by
+    the scale of the GradScaler with `fp16=True`, and extends the batch of `global_batch` over the accumulated calls.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -76,6 +76,7 @@ class RoutingCallback(TrainerCallback):
         self.trainer, self.model, self.per_layer, self.bias_rate = trainer, model, per_layer, bias_rate
         self._every, self._group, self._plot = every, group, plot
         self._observers: dict[str, RoutingObserver] = {}
+        self._shares: dict[str, Tensor] = {}  # factor of a layer's losses in one of the accumulated calls
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> [E]
         # Callbacks have no event before a log is written. A separate log of the callback would replace the Trainer's.
@@ -93,14 +94,18 @@ class RoutingCallback(TrainerCallback):
             self._observers[name] = _TrainingObserver(router, router.num_experts - router.num_zero_experts)
             if self.bias_rate is not None and router.selection_bias is not None:
                 router.counts = True
-            if router.balance_losses.any and router.num_tokens is None:
-                scale = torch.tensor(1 / args.gradient_accumulation_steps, device=router.weight.device)
-                router.aux_loss_scale = scale
+            if router.balance_losses.any:
+                share = 1.0 if router.num_tokens is not None else 1 / args.gradient_accumulation_steps
+                scale = router.aux_loss_scale if router.num_tokens is not None else None
+                self._shares[name] = torch.tensor(share, device=router.weight.device) if scale is None else scale
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         observed = state.global_step % self._every == 0
+        scaler = self.trainer.accelerator.scaler  # None without fp16
         for name, router in hooked_routers(self.model).items():
             router.observer = self._observers[name] if observed else None
+            if (share := self._shares.get(name)) is not None:
+                router.aux_loss_scale = share if scaler is None else scaler.scale(share)
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         carry_expert_counts(self.model)

@@ -17,7 +17,7 @@ from ....parallel.expert_parallel import ExpertParallel
 from ....parallel.rank_dispatcher import RankDispatcher, scale_gradient
 from ....routing.activation_checkpointing import kept_choice
 from ....routing.slots import Slots
-from ..experts.experts_forward import ATTRIBUTE, CHANGES, ExpertsSpec, LowRank, compute_module, stored_pair
+from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_of, compute_module, stored_pair
 
 
 @dataclass
@@ -81,7 +81,7 @@ class ExpertsOfModule:
         self.num_experts = sharing.num_experts
         self.activation, self.implementation, self.precision = spec.activation, spec.implementation, spec.precision
         self.weight_on_input = spec.weight_on_input
-        self.changes = {name: sharing.own(change) for name, change in getattr(experts, CHANGES, {}).items()}
+        self.changes = {name: sharing.own(change) for name, change in changes_of(experts).items()}
 
     @property
     def w_up(self) -> Any:
