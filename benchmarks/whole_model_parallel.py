@@ -219,8 +219,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="of each rank")
     parser.add_argument("--routing", nargs="+", choices=("learned", "balanced"), default=["learned"])
-    parser.add_argument("--checkpointing", action="store_true", help="of every layer")
-    parser.add_argument("--compiled", action="store_true", help="every layer")
+    parser.add_argument("--checkpointing", action="store_true", help="checkpoint every layer")
+    parser.add_argument("--compiled", action="store_true", help="compile every layer")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     implementations, ours = ("triton", "reference"), "of these experts; default: by device"
     parser.add_argument("--implementation", choices=implementations, help=ours)

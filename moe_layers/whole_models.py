@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .balance.routing_statistics import RoutingObserver
 from .checks import check_kind
 from .feed_forward import MoEFeedForward
-from .routing.model_routers import AttachedRouter, attached_routers
+from .routing.model_routers import AttachedRouter, attached_routers, check_found
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
@@ -26,10 +26,7 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
         ValueError: the model has no such layer, or `scale` is not a scalar tensor on the device of the parameters.
     """
     layers = _layers(model).values()
-    if not layers:
-        raise ValueError(
-            "set_aux_loss_scale: the model must have a MoEFeedForward or MoE blocks of transformers, got none"
-        )
+    check_found("set_aux_loss_scale", layers)
     if scale is not None:
         check_kind("set_aux_loss_scale", "scale", scale, Tensor)
         for layer in layers:
@@ -90,8 +87,7 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
         else:
             observers[name] = RoutingObserver(layer, layer.num_experts - layer.num_zero_experts)
         layer.observer = observers[name]
-    if not observers:
-        raise ValueError("observe: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
+    check_found("observe", observers)
     return observers
 
 

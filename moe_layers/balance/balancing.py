@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from moe_kernels.reference import SCORES
 
 from ..checks import check_choice, is_dtensor
-from ..routing.model_routers import attached_routers, model_routers
+from ..routing.model_routers import attached_routers, check_found, model_routers
 from ..routing.result import LayerRouting
 from .losses import (
     COUNTS,
@@ -234,8 +234,7 @@ def reset_expert_counts(model: nn.Module) -> None:
 
 def _routers(op: str, model: nn.Module) -> list[Any]:
     routers = list(model_routers(model))
-    if not routers:
-        raise ValueError(f"{op}: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
+    check_found(op, routers)
     return routers
 
 

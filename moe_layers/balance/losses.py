@@ -32,7 +32,7 @@ from ..routing.result import LayerRouting, spread_slots
 
 # The experts whose slots `sequence_load_balancing_loss` counts.
 COUNTS = ("scores", "choices")
-# Not made inside a function, because compilers with dynamic shapes cannot trace its checks.
+# A constant, because compilers with dynamic shapes cannot trace the checks of its constructor.
 _SOFTMAX = RouterSpec.softmax(normalize=False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -76,6 +76,12 @@ def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -
 def attached_routers(model: nn.Module) -> dict[str, AttachedRouter]:
     """Return the model's routers that other libraries define, by the name of their layer."""
     return {name: router for find in _FINDERS for name, router in find(model).items()}
+
+
+def check_found(op: str, found: Collection[object]) -> None:
+    """Raise ValueError if a model has no MoE layer."""
+    if not found:
+        raise ValueError(f"{op}: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
 
 
 def model_routers(model: nn.Module) -> Iterator[TopKRouter | AttachedRouter]:

@@ -231,9 +231,18 @@ def test_whole_models_numbers_equal_their_results_file():
         cells.append(f"{ours['host_ms']:.1f} / {theirs['host_ms']:.1f}")
         cells.append(f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}")
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, cells
-    for mode, what in (("eager", "the same on an H100, eager"), ("compiled", "the same, compiled layers")):
-        ratios = [f"{rows[mode, 1, length, 'moe_layers']['times_as_fast']:.2f}" for length in (1024, 4096)]
+    for mode, what in (("eager", "the same, H100, eager"), ("compiled", "the same, compiled layers")):
+        spans = [span(times_as_fast(mode, length)).split(" to ") for length in (1024, 4096)]
+        ratios = [low if low == high else f"{low} to {high}" for low, high in spans]
         assert f"| {what} | six layers, 1024; 4096 tokens | {'; '.join(ratios)} |\n" in README
+
+
+def times_as_fast(mode, length):
+    """Return the ratios to transformers' `grouped_mm` with one sequence, of each run that has them."""
+    runs = [load(f"whole_model_h100_{commit}.json") for commit in ("88fd239", "e88b1d3", "88d4d13", "ee23c97")]
+    wanted = {"mode": mode, "batch": 1, "length": length, "training": "full", "pass": "forward+backward"}
+    ours = {**wanted, "implementation": "moe_layers"}
+    return [row["times_as_fast"] for rows in runs for row in rows if ours.items() <= row.items()]
 
 
 def baseline_over_ours(name, which="forward+backward"):

@@ -95,9 +95,10 @@ class RoutingCallback(TrainerCallback):
             if self.bias_rate is not None and router.selection_bias is not None:
                 router.counts = True
             if router.balance_losses.any:
-                share = 1.0 if router.num_tokens is not None else 1 / args.gradient_accumulation_steps
-                scale = router.aux_loss_scale if router.num_tokens is not None else None
-                self._shares[name] = torch.tensor(share, device=router.weight.device) if scale is None else scale
+                share = 1 / args.gradient_accumulation_steps
+                if router.num_tokens is not None:  # the losses have their share already
+                    share = 1.0 if router.aux_loss_scale is None else router.aux_loss_scale
+                self._shares[name] = torch.as_tensor(share, device=router.weight.device)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         observed = state.global_step % self._every == 0
