@@ -67,10 +67,11 @@ def on_cpu(reason: str) -> pytest.MarkDecorator:
 
 
 def make_test(cases: list[Callable], num_processes: int) -> Callable:
-    """Return a test with one parameter per case. The first one runs all cases, in one group of processes."""
+    """Return a test with one parameter per case. The first one runs all cases, in one group of processes. A case may
+    have marks of `pytest.mark.skipif`."""
     failures: dict[str, str] = {}
     marks = {case.__name__: getattr(case, "pytestmark", []) for case in cases}
-    running = [case for case in cases if not (marks[case.__name__] and torch.cuda.is_available())]
+    running = [case for case in cases if not any(mark.args[0] for mark in marks[case.__name__])]
 
     @pytest.mark.parametrize(
         "case", [pytest.param(case, id=case.__name__, marks=marks[case.__name__]) for case in cases]

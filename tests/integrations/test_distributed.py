@@ -23,6 +23,11 @@ pytestmark = [
 
 from .models import QWEN3_MOE  # noqa: E402
 
+gathers_strided_shards = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"),
+    reason="PyTorch 2.11 gathers no gradient of packed projections",
+)
+
 
 def step(model, device):
     """Return logits, the loss and the whole gradient of every parameter."""
@@ -68,6 +73,7 @@ def assert_same_step(device, **sizes):
         torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=1e-4 * size, msg=name)
 
 
+@gathers_strided_shards
 def tensor_parallel(device):
     assert_same_step(device, tp_size=2, tp_plan="auto")
 
@@ -84,10 +90,12 @@ def fsdp2_and_expert_parallel(device):
     assert_same_step(device, fsdp_size=2, ep_size=2)
 
 
+@gathers_strided_shards
 def fsdp2_and_tensor_parallel(device):
     assert_same_step(device, fsdp_size=2, tp_size=2)
 
 
+@gathers_strided_shards
 def all_three(device):
     assert_same_step(device, fsdp_size=2, tp_size=2, ep_size=4)
 

@@ -3,6 +3,7 @@
 import tempfile
 import warnings
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -47,6 +48,10 @@ class Case:
     @property
     def __name__(self):
         return self.run.__name__
+
+    @property
+    def pytestmark(self):
+        return getattr(self.run, "pytestmark", [])
 
     def __call__(self, device):
         import moe_layers.integrations.transformers  # noqa: F401  # registers the implementation
@@ -165,9 +170,9 @@ def trainer():
         assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
 def trl():
     """TRL's SFTTrainer, with padding, against whole experts by DDP."""
-    pytest.importorskip("trl")
     from .test_trl import train as train_by_trl
 
     expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))

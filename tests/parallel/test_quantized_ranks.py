@@ -2,7 +2,9 @@
 
 from itertools import product
 
+import pytest
 import torch
+from packaging.version import Version
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -23,6 +25,9 @@ from .expert_parallel_cases import (
     shard_experts,
 )
 
+fsdp_of_integers = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.12"), reason="FSDP2 shards no integers before PyTorch 2.12"
+)
 FORMATS = [WeightFormat("fp8", (8, 16)), "int8", "nf4"]  # blocks of 128 would be larger than the matrices
 
 
@@ -37,6 +42,7 @@ def quantized(device, format, dtype=torch.float32):
     return layer
 
 
+@fsdp_of_integers
 def scales_of_two_bytes(device):
     """bfloat16, as in Qwen3's published FP8 models. No collective takes integers of two bytes."""
     one, many = quantized(device, FORMATS[0]), quantized(device, FORMATS[0])
@@ -52,6 +58,7 @@ def scales_of_two_bytes(device):
     assert torch.equal(full(many.experts.w_up.scales), one.experts.w_up.scales)
 
 
+@fsdp_of_integers
 def steps_equal_one_process(device):
     for format in FORMATS:
         for dispatcher, with_fsdp in (("alltoall", False), ("allgather", True)):
@@ -72,6 +79,7 @@ def steps_equal_one_process(device):
                     assert torch.equal(full(parameter), expected), name
 
 
+@fsdp_of_integers
 def fsdp_alone_gathers_stored_bytes(device):
     one = quantized(device, FORMATS[0])
     many = quantized(device, FORMATS[0])
