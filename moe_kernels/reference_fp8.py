@@ -6,6 +6,10 @@ along the reduction, weights blocks of 128 x 128, as in https://arxiv.org/abs/24
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -70,6 +74,34 @@ def _product(
     return reference.grouped_gemm(_rounded_rows(rows, matrices.dtype), matrices, offsets).to(rows.dtype)
 
 
+class _Undifferentiable(torch.autograd.Function):
+    """Return a gradient that depends on the sources. To differentiate it is an error: rounding has no derivative."""
+
+    @staticmethod
+    def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        raise NotImplementedError("fused_experts: precision='fp8' has no gradients of gradients; omit the precision")
+
+
+def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[[Any, Tensor], Any]:
+    """Make the gradients of gradients an error. PyTorch's `once_differentiable` gives wrong ones by `autograd.grad`."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            gradients = backward(ctx, dout)
+        return tuple(g if g is None else _Undifferentiable.apply(g, dout, *ctx.saved_tensors) for g in gradients)
+
+    return run
+
+
 class _Linear(torch.autograd.Function):
     """Computes rows @ weight^T per expert from e4m3 operands. The gradient of the rows has e4m3 operands, too, but that
     of the weight has not."""
@@ -83,6 +115,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @_first_order
     def backward(ctx, dout: Tensor):
         rows, weight, offsets = ctx.saved_tensors
         drows = _product(dout, _rounded_weight(weight, _wide(rows)), offsets)
@@ -110,6 +143,7 @@ class _WeightedLinear(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
+    @_first_order
     def backward(ctx, dout: Tensor):  # [T, D]
         _, rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
         slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for padding rows

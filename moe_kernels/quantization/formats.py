@@ -46,8 +46,8 @@ def as_format(op: str, format: str | WeightFormat) -> WeightFormat:
     """
     if isinstance(format, str) and format in FORMATS:
         return FORMATS[format]
-    name = format if isinstance(format, str) else format.name
-    if reason := _REFUSED.get(name.lower()):
+    name = format.name if isinstance(format, WeightFormat) else format
+    if reason := _REFUSED.get(str(name).lower()):
         raise NotImplementedError(f"{op}: the format {name!r} is not supported: {reason}")
     if not isinstance(format, WeightFormat) or name not in FORMATS:
         raise ValueError(f"{op}: format must be one of {list(FORMATS)} or a WeightFormat of them, got {name!r}")

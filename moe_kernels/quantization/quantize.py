@@ -44,7 +44,7 @@ def quantize(
 
     Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
     int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite, and
-    so may the rest of its block. Not differentiable.
+    so may the rest of its block, or all numbers with nf4_nested. Not differentiable.
 
     Shapes: weight [E, out, in].
 

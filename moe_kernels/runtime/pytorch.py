@@ -55,6 +55,14 @@ jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
 
+
+def num_differentiations() -> int:
+    """Return how many nested transforms of torch.func differentiate."""
+    kinds = torch._C._functorch.TransformType  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
+    stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore[reportAttributeAccessIssue]
+    return sum(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in stack)
+
+
 # The number of modes that see every operation.
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 

@@ -265,7 +265,7 @@ def check_tangents(op: str, values: Sequence[Any]) -> None:
     """Raise NotImplementedError if a value has a forward-mode AD tangent, which the op would lose."""
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise NotImplementedError(f"{op} has no forward-mode gradient; implementation='reference' has")
+            raise NotImplementedError(f"{op} has no forward-mode gradient{_other_implementation(op)}")
 
 
 def check_transforms(op: str, values: Sequence[Any]) -> None:
@@ -273,7 +273,11 @@ def check_transforms(op: str, values: Sequence[Any]) -> None:
     if torch._C._are_functorch_transforms_active():
         for value in values:
             if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
-                raise NotImplementedError(f"{op} has no gradient for torch.func; implementation='reference' has")
+                raise NotImplementedError(f"{op} has no gradient for torch.func{_other_implementation(op)}")
+
+
+def _other_implementation(op: str) -> str:
+    return "" if "reference" in op else "; implementation='reference' has"
 
 
 def check_gradients(op: str, gradients: Sequence[Tensor | None]) -> None:

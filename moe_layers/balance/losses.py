@@ -24,7 +24,7 @@ from torch.nn import functional
 
 from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.reference import SCORES
-from moe_kernels.runtime.pytorch import functorch_is_active
+from moe_kernels.runtime.pytorch import functorch_is_active, num_differentiations
 
 from ..checks import check_choice
 from ..input import check_num_tokens, check_sequence_lengths
@@ -234,8 +234,15 @@ def _sequence_ends(op: str, routing: LayerRouting) -> Tensor:  # [N] int64
     return torch.arange(1, total // length + 1, device=device) * length
 
 
+_ONE_ORDER = (
+    "balance_losses: only first-order gradients pass through an attached loss; for gradients of gradients give the "
+    "layer no balance_losses and add a loss of return_routing=True to your own"
+)
+
+
 class _AttachLoss(torch.autograd.Function):
-    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`."""
+    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`, which is right in first-order
+    gradients only: gradients of gradients come here again."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -249,6 +256,9 @@ class _AttachLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dtokens: Tensor):
+        if getattr(ctx, "is_differentiated", False):
+            raise NotImplementedError(_ONE_ORDER)
+        ctx.is_differentiated = torch.is_grad_enabled()  # by create_graph=True
         (scale,) = ctx.saved_tensors
         dloss = torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
         return dtokens, dloss if scale is None else dloss * scale, None
@@ -265,5 +275,7 @@ def attach_loss(
 ) -> Tensor:  # [T, D]
     """Return `tokens`. A backward through the result adds the gradient of `scale * loss`."""
     if torch.compiler.is_compiling() or functorch_is_active():
+        if not torch.compiler.is_compiling() and num_differentiations() > 1:
+            raise NotImplementedError(_ONE_ORDER)
         return _AttachLoss.apply(tokens, loss, scale)
     return _attach(tokens, loss, scale)

@@ -59,7 +59,8 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
 
 @torch.no_grad()
 def dequantize_experts_(module: nn.Module) -> None:
-    """Turn quantised experts into plain parameters, in the dtype that their layer computes in.
+    """Turn quantised experts into plain parameters, in the dtype that their layer computes in. They stay frozen:
+    `requires_grad_()` lets them train.
 
     Raises:
         ValueError: the module holds no quantised experts, or sharded ones.
@@ -73,7 +74,7 @@ def dequantize_experts_(module: nn.Module) -> None:
             raise ValueError(f"{op}: must be called before ExpertParallel and fully_shard, got DTensors")
     for experts in found:
         for name in WEIGHTS:
-            replace_weight(experts, name, nn.Parameter(getattr(experts, name).dequantize()))
+            replace_weight(experts, name, nn.Parameter(getattr(experts, name).dequantize(), requires_grad=False))
 
 
 def _experts_of(op: str, module: nn.Module) -> list[GroupedExperts]:

@@ -147,6 +147,35 @@ def test_forward_mode_is_exact_or_an_error(device):
             layer(x.float())  # x.float() has no tangent
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"balance_losses": BalanceLosses(z=1.0)}, "balance_losses: only first-order gradients"),
+        ({"precision": "fp8"}, "precision='fp8' has no gradients of gradients"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_gradients_of_gradients_that_would_be_wrong_are_errors(options, message):
+    layer = moe_layer(32, 16, 4, 2, implementation="reference", **options)
+    x = make_x("cpu").requires_grad_()
+
+    def gradient(x):
+        return torch.func.grad(lambda x: layer(x).square().sum())(x).square().sum()
+
+    expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(dx, expected)
+    torch.testing.assert_close(gradient(x), expected.square().sum())
+    for second in (
+        lambda: torch.autograd.grad(dx.square().sum(), x, retain_graph=True),
+        lambda: torch.autograd.grad(dx.square().sum(), layer.router.weight, retain_graph=True),
+        lambda: torch.autograd.backward(dx.square().sum(), retain_graph=True),
+        lambda: torch.func.grad(gradient)(x),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            second()
+
+
 def test_autocast_follows_pytorch(device):
     layer = make_layer(device, shared_d_ff=16)
     x = make_x(device).requires_grad_()

@@ -166,6 +166,7 @@ def test_dequantising_gives_the_weights_that_the_op_used(device):
     out = layer(x)
     dequantize_experts_(layer)
     assert isinstance(layer.experts.w_up, nn.Parameter) and torch.equal(layer(x), out)
+    assert not layer.experts.w_up.requires_grad
 
 
 def test_merging_gives_plain_weights_by_default(device):
@@ -227,6 +228,7 @@ def test_merging_into_the_format_reports_what_survives(device):
         (make_layer, "awq", NotImplementedError, "quantize_experts_: the format 'awq' is not supported"),
         (make_layer, "nvfp4", NotImplementedError, "quantize_experts_: the format 'nvfp4' is not supported"),
         (make_layer, "fp3", ValueError, "quantize_experts_: format must be one of"),
+        (make_layer, torch.float8_e4m3fn, ValueError, "format must be one of .*, got torch.float8_e4m3fn"),
         (lambda device: make_layer(device, d_ff=24), "mxfp4", ValueError, "mxfp4 needs rows of whole blocks of 32"),
         (lambda device: make_layer(device, d_model=6, d_ff=5), "nf4", ValueError, "nf4 must be whole blocks of 64"),
         (
