@@ -74,11 +74,11 @@ class RankDispatcher(ABC):
         self.gradient_scale = gradient_scale
 
     @disable_dynamo
-    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Pending:  # tokens [T, D]
+    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> PendingChunks:  # tokens [T, D]
         """Dispatch each chunk, compute it, and start to combine it."""
         tokens = scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
-        return PendingChunks(list(self.pending(tokens, slots, experts)), self.gradient_scale)
+        return PendingChunks(list(self.pending(tokens, slots, experts)), len(tokens), self.gradient_scale)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
         """Yield the outputs of each chunk, in flight."""
@@ -151,17 +151,19 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
 
 
 class PendingChunks:
-    """The outputs of all chunks, in flight."""
+    """The outputs of all chunks, in flight. A class, because compiled code would guard each call's function `wait`."""
 
-    def __init__(self, chunks: list[Pending], gradient_scale: float):
+    def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks
+        self.num_tokens = num_tokens
         self.gradient_scale = gradient_scale
         self.offsets = reduce(torch.add, [chunk.offsets for chunk in chunks])
 
     @disable_dynamo
     def wait(self) -> Tensor:  # [T, D]
         parts = [chunk.wait() for chunk in self.chunks]
-        return scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+        out = scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+        return out if len(out) == self.num_tokens else out[: self.num_tokens]  # without padding
 
 
 def scale_gradient(tensor: Tensor, scale: float) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -29,21 +29,20 @@ from .collectives import Ranks, wait
 
 
 class Gathering(ABC):
-    """A gather of all ranks' tensors. `whole` holds part after part, and within each part rank after rank."""
+    """A gather of all ranks' [N, ...] in parts. `whole` [P * N, ...] holds part after part, and within each part rank
+    after rank."""
 
-    whole: Tensor  # [P * N, ...]
+    def __init__(self, size: int, tensor: Tensor, lengths: list[int]):
+        self.whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
+        self.parts = self.whole.split([size * length for length in lengths])
 
     @abstractmethod
     def wait(self, part: int) -> Tensor:  # [P * n, ...]
         """Return this part of `whole`, ready for use on the current stream. Call the method for each part in order."""
 
 
-class Scattering(ABC):
-    """A reduction of all ranks' tensors."""
-
-    @abstractmethod
-    def wait(self, out: Tensor) -> None:  # [n, ...]
-        """Write this rank's part of the sum to `out`. Call the method once."""
+# A reduction in flight: waits for this rank's part of the sum and writes it to a tensor [n, ...]. Called once.
+Scattering = Callable[[Tensor], object]
 
 
 class Transport(ABC):
@@ -75,25 +74,17 @@ class CollectiveTransport(Transport):
         return _CollectiveGathering(self.ranks, tensor, lengths)
 
     def scatter(self, shares: Tensor) -> Scattering:
-        return _CollectiveScattering(self.ranks, shares)
+        under_way = self.ranks.reduce_scatter(shares)
+        return lambda out: out.copy_(wait(under_way))
 
 
 class _CollectiveGathering(Gathering):
     def __init__(self, ranks: Ranks, tensor: Tensor, lengths: list[int]):
-        self.whole = tensor.new_empty(ranks.size * len(tensor), *tensor.shape[1:])
-        self._parts = self.whole.split([ranks.size * length for length in lengths])
+        super().__init__(ranks.size, tensor, lengths)
         self._under_way = [ranks.all_gather(part) for part in tensor.split(lengths)]
 
     def wait(self, part: int) -> Tensor:
-        return self._parts[part].copy_(wait(self._under_way[part]))
-
-
-class _CollectiveScattering(Scattering):
-    def __init__(self, ranks: Ranks, shares: Tensor):
-        self._under_way = ranks.reduce_scatter(shares)
-
-    def wait(self, out: Tensor) -> None:
-        out.copy_(wait(self._under_way))
+        return self.parts[part].copy_(wait(self._under_way[part]))
 
 
 class PeerCopies(Transport):
@@ -230,13 +221,12 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 
 class _CopiedGathering(Gathering):
     def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
+        super().__init__(copies.size, tensor, lengths)
         self._copies = copies
         copies.under_way.add(self)
-        self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
         buffers = copies.buffers(tensor.shape, tensor.dtype)
         buffers[copies.rank].copy_(tensor)
-        self._parts = self.whole.split([copies.size * length for length in lengths])
-        places = [_by_rank(part, copies.size) for part in self._parts]
+        places = [_by_rank(part, copies.size) for part in self.parts]
         sources = [buffer.split(lengths) for buffer in buffers]
         self._events = []
         with copies.on_copy_stream():
@@ -251,12 +241,12 @@ class _CopiedGathering(Gathering):
 
     def wait(self, part: int) -> Tensor:
         self._copies.wait(self._events[part])
-        if part == len(self._parts) - 1:
+        if part == len(self.parts) - 1:
             self._copies.under_way.discard(self)
-        return self._parts[part]
+        return self.parts[part]
 
 
-class _CopiedScattering(Scattering):
+class _CopiedScattering:
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
@@ -269,7 +259,7 @@ class _CopiedScattering(Scattering):
                 buffers[peer][copies.rank].copy_(self._shares[peer])
             self._event = copies.end()
 
-    def wait(self, out: Tensor) -> None:
+    def __call__(self, out: Tensor) -> None:
         if self._copies.num_begun != self._number:
             raise RuntimeError(
                 "ExpertParallel: outputs in flight were lost, because another layer with the overlapped dispatcher "
