@@ -181,11 +181,6 @@ def add_forward(
     add(counts, sums, forward, num_experts, TILE_ROWS)
 
 
-@add_forward.register_fake
-def _(*args):
-    return None
-
-
 def _add_in_plain_pytorch(
     counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int
 ) -> None:
