@@ -14,7 +14,7 @@ from moe_kernels.runtime.pytorch import assert_on_device, is_in_backward
 
 from ..checks import first_three
 from .activation_checkpointing import replayed_choice
-from .model_routers import AttachedRouter, ReplayedChoice, attached_routers
+from .model_routers import AttachedRouter, ReplayedChoice, model_routers
 from .rollouts import choices_of_rollouts
 from .router import TopKRouter, watches_choice
 
@@ -245,8 +245,7 @@ def _check_choices(op: str, name: str, router: TopKRouter | AttachedRouter, choi
 
 
 def _routers(op: str, model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
-    routers = own | attached_routers(model)
+    routers = model_routers(model)
     if not routers:
         raise ValueError(
             f"RoutingReplay.{op}: the model must have a TopKRouter or MoE blocks of transformers, got none"
