@@ -172,25 +172,11 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v3(
-        cls,
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        *,
-        normalize: bool = True,
-        scale: float = 1.0,
-        norm_epsilon: float = 1e-20,
-        **settings,
+        cls, num_groups: int = 1, topk_groups: int = 1, *, norm_epsilon: float = 1e-20, **settings
     ) -> RouterSpec:
         """DeepSeek-V3 and relatives: MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6), DeepSeek-V4 (score="sqrt_softplus")."""
         settings = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **settings}
-        return cls(
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            normalize=normalize,
-            norm_epsilon=norm_epsilon,
-            scale=scale,
-            **settings,
-        )
+        return cls(num_groups=num_groups, topk_groups=topk_groups, norm_epsilon=norm_epsilon, **settings)
 
     @classmethod
     def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **settings) -> RouterSpec:
