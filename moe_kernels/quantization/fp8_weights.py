@@ -58,11 +58,6 @@ def launch_requantize(
     _launch(weight, forms, checksums, is_first=False)
 
 
-def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
-    """Return the experts' weights in e4m3. With `turned`, also return their transposes."""
-    return scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in (w_up, w_down)))
-
-
 def scaled_forms(*of_weights: tuple[QuantizedWeight | None, QuantizedWeight | None]) -> ScaledForms:
     """Join the quantised forms of w_up and of w_down. Each form is a weight and its transpose."""
     fields: dict[str, Tensor] = {}
