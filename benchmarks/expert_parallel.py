@@ -42,7 +42,7 @@ from moe_layers.parallel.collectives import Ranks
 from .common import plots
 from .common.command import Command, print_rows
 from .common.results_file import Row, Task
-from .common.shapes import TINY, Shape
+from .common.shapes import TINY, Shape, by_name
 from .parallel import best
 from .parallel.comparison import bench_layer
 from .parallel.compilation import compile_kernels
@@ -52,18 +52,15 @@ from .parallel.processes import process_group
 from .parallel.rank_timing import bench_bandwidth, largest
 
 # Tokens per rank.
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
-        Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
-        Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
-        # For two ranks: each has the rows and experts of one rank of eight, and 4/7 of its communication.
-        Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
-        Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
-        TINY,
-    )
-}
+SHAPES = by_name(
+    Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
+    Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
+    Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+    # For two ranks: each has the rows and experts of one rank of eight, and 4/7 of its communication.
+    Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
+    Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
+    TINY,
+)
 MODELS = ("qwen3-235b", "deepseek-v3", "mixtral-8x7b")
 DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
@@ -109,8 +106,7 @@ def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[
     about = {"processes": num_ranks}
     everyone = Ranks.of(distributed.group.WORLD)
     for megabytes in options.megabytes if num_ranks > 1 else ():
-        sizes = everyone, megabytes, device, options.rounds, options.round_ms
-        yield {"mb": megabytes, **about}, partial(bench_bandwidth, *sizes)
+        yield {"mb": megabytes, **about}, partial(bench_bandwidth, everyone, megabytes, device, options)
     sizes = options.ep or [2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0]
     meshes = {ep: expert_mesh(device, ep) for ep in sizes}
     memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
@@ -133,8 +129,7 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    names, rounds, round_ms = options.implementations, options.rounds, options.round_ms
-    rows = bench_layer(shape, mesh, routing, names, device, rounds=rounds, round_ms=round_ms)
+    rows = bench_layer(shape, mesh, routing, options, device)
     if device.type == "cuda":
         peak_gb = largest([torch.cuda.max_memory_allocated() / 1e9], device).item()
         rows = [row | {"peak_gb": peak_gb} for row in rows]

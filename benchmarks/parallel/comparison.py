@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -16,7 +17,7 @@ from ..common.shapes import Shape
 from ..common.timing import Timing
 from .best import best_form
 from .grouped_mm import held
-from .implementations import BASELINE, dtype_for, local_layer, make_implementation, make_layer, passes, results
+from .implementations import BASELINE, local_layer, make_implementation, make_layer, passes, results
 from .rank_timing import largest, time_together
 
 
@@ -88,21 +89,14 @@ def token_collectives(
 
 
 def bench_layer(
-    shape: Shape,
-    mesh: DeviceMesh,
-    routing: str,
-    names: list[str],
-    device: torch.device,
-    *,
-    rounds: int,
-    round_ms: float,
+    shape: Shape, mesh: DeviceMesh, routing: str, options: argparse.Namespace, device: torch.device
 ) -> list[dict]:
     """Return result rows for one shape, number of ranks and routing. Wrong implementations are not timed."""
-    dtype, ranks = dtype_for(device), Ranks.of(mesh.get_group())
+    dtype, ranks = options.dtype, Ranks.of(mesh.get_group())
     layer = make_layer(shape, mesh, dtype)
     tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
     dout = torch.randn_like(tokens)
-    modules = {name: make_implementation(name, layer, mesh) for name in names}
+    modules = {name: make_implementation(name, layer, mesh) for name in options.implementations}
     wrong = differing(modules, tokens, dout)
     modules = {name: module for name, module in modules.items() if name not in wrong}
     functions = {
@@ -114,7 +108,7 @@ def bench_layer(
     functions |= {f"local/{which}": run for which, run in runs.items()}
     sent, received = rows_between(layer, tokens, ranks)
     functions |= {f"comm/{name}": run for name, run in token_collectives(tokens, sent, received, ranks).items()}
-    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = time_together(functions, device, options)
     busiest = largest([sum(received) / shape.num_rows], device).item()
     rows = [row for which in PASSES for row in _rows_of(which, list(modules), timings, busiest)]
     return rows + [{"implementation": name, "skipped": reason} for name, reason in wrong.items()]
