@@ -8,7 +8,6 @@ One kernel computes the forward and another the backward.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..runtime.registered_ops import registered_op
 from ..specs import RouterSpec
@@ -30,11 +29,7 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
     )
 
 
-@registered_op("scored_routing")
-def scored_routing_op(
-    logits: Tensor, selection_bias: Tensor | None, top_k: int, settings: ScoreSettings
-) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
-    return launch_forward(logits, selection_bias, top_k, settings)
+scored_routing_op = registered_op("scored_routing")(launch_forward)
 
 
 @scored_routing_op.register_fake
