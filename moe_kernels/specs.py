@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from .errors import first_three
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-GROUP_SCORES = ("max", "top2_sum")
-SELECTION_BIASES = (None, "score", "logit")
-
 
 @dataclass(frozen=True)
 class RouterSpec:
@@ -69,9 +65,9 @@ class RouterSpec:
 
     def __post_init__(self):
         for name, choices in (
-            ("score", SCORES),
-            ("selection_bias", SELECTION_BIASES),
-            ("group_score", GROUP_SCORES),
+            ("score", ("softmax", "sigmoid", "sqrt_softplus")),
+            ("selection_bias", (None, "score", "logit")),
+            ("group_score", ("max", "top2_sum")),
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")

@@ -128,7 +128,7 @@ def global_expert_counts(
     """
     own = routing.choices_per_expert
     if accumulated_counts is not None:
-        check_expert_counts("global_expert_counts", accumulated_counts, own)
+        _check_counts(accumulated_counts, own)
     check_group("global_expert_counts", group)
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
@@ -237,11 +237,11 @@ def reset_expert_counts(model: nn.Module) -> None:
         router.accumulated_counts = None
 
 
-def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:
+def _check_counts(counts: Tensor, own: Tensor) -> None:
     """Raise ValueError unless `counts` are integers for the same experts on the same device."""
     if counts.shape != own.shape or counts.is_floating_point() or counts.device != own.device:
         raise ValueError(
-            f"{op}: accumulated_counts must be [E={len(own)}] integers on {own.device}, "
+            f"global_expert_counts: accumulated_counts must be [E={len(own)}] integers on {own.device}, "
             f"got {list(counts.shape)} {counts.dtype} on {counts.device}"
         )
 
