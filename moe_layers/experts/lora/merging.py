@@ -19,7 +19,6 @@ from .adapters import (
     TARGETS,
     ExpertLoRA,
     check_before_fully_shard,
-    experts_of,
     factors_of,
     joined,
     known_names,
@@ -65,7 +64,7 @@ def merge_lora(
         ValueError: there is no adapter, or none of a name; `fully_shard` was applied; `requantize` is set with plain
             weights; or less than `least_kept` survives. Nothing is changed then.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     check_before_fully_shard("merge_lora", experts)
     names = _names_to_merge(experts, names)
     _check_format(experts, requantize)
@@ -157,7 +156,7 @@ def unmerge_lora(layer: nn.Module) -> None:
     Raises:
         ValueError: the last merge kept no base, or the experts were sharded after it.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     if experts.unmerged is None:
         raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
     check_before_fully_shard("unmerge_lora", experts)
