@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels import Activation, RouterSpec, fused_experts, reference
 from moe_kernels.specs import ACTIVATION_KINDS
-from moe_kernels.testing import assert_accurate, make_logits
+from moe_kernels.testing import assert_accurate, make_logits, run_with_grads
 from moe_layers import MoEFeedForward
 
 from .shapes import Shape
@@ -84,15 +84,15 @@ def run_experts(
     activation: Activation,
     op: Callable[..., Tensor],
     dtype: torch.dtype,
-) -> list[Tensor]:
+) -> tuple[Tensor, ...]:
     """Return the output and the gradients of an expert op, computed in `dtype` from the same values."""
-    own = operands[0].dtype
-    leaves = [t.detach().to(dtype if t.dtype == own else t.dtype).requires_grad_() for t in operands]
-    permutation = reference.sort_by_expert(topk_experts, len(leaves[2]))
-    out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=activation)
-    generator = torch.Generator(out.device).manual_seed(1)
-    dout = torch.randn(out.shape, device=out.device, generator=generator).to(own).to(dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+    permutation = reference.sort_by_expert(topk_experts, len(operands[2]))
+
+    def run(tokens: Tensor, topk_weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return op(tokens, topk_weights, permutation, w_up, w_down, activation=activation)
+
+    inputs = (t.to(dtype if t.dtype == operands[0].dtype else t.dtype) for t in operands)
+    return run_with_grads(run, tuple(inputs), seed=1)
 
 
 def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:

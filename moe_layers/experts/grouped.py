@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,8 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-
-class ChunkPlan(Protocol):
-    """Computes the experts' outputs chunk by chunk, while other chunks are in flight."""
-
-    def __call__(
-        self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
-    ) -> Tensor: ...
+# Computes the outputs for tokens and routing weights chunk by chunk, while other chunks are in flight.
+ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
 class ExpertRows(NamedTuple):
