@@ -43,8 +43,7 @@ from .common import plots
 from .common.command import Command, print_rows
 from .common.results_file import Row, Task
 from .common.shapes import TINY, Shape, by_name
-from .parallel import best
-from .parallel.comparison import bench_layer
+from .parallel.comparison import BEST_COLUMNS, bench_layer, best_forms
 from .parallel.compilation import compile_kernels
 from .parallel.implementations import IMPLEMENTATIONS
 from .parallel.processes import process_group
@@ -173,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def print_best(paths: list[Path]) -> None:
     for path in paths:
-        print_rows(best.best_forms(plots.read(path)), best.COLUMNS)
+        print_rows(best_forms(plots.read(path)), BEST_COLUMNS)
 
 
 def fail_if_wrong(options: argparse.Namespace, rows: list[Row]) -> None:
