@@ -32,7 +32,7 @@ from moe_kernels.quantization.fp8_rows import (
 from moe_kernels.quantization.fp8_weights import empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.quantization.kernels import launch_dequantize
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.routing.linear_kernels import launch_product, launch_weight_gradient
+from moe_kernels.routing.linear import launch_product, launch_weight_gradient
 from moe_kernels.routing.scored import launch_backward, launch_forward, score_settings
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
 from moe_kernels.runtime.row_layout import empty_rows
