@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class ExpertsOfRank(Protocol):
     def __call__(self, rows: ExpertRows) -> Tensor: ...
 
 
+@dataclass(eq=False)
 class RankDispatcher(ABC):
     """Sends tokens to the ranks of their experts, and sends the outputs back.
 
@@ -58,20 +60,12 @@ class RankDispatcher(ABC):
         name: name of the layer in errors.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        max_rows_factor: float | None = None,
-        chunks: int = 1,
-        gradient_scale: float = 1.0,
-        name: str = "ExpertParallel",
-    ):
-        self.ranks = ranks
-        self.name = name
-        self.max_rows_factor = max_rows_factor
-        self.chunks = chunks
-        self.gradient_scale = gradient_scale
+    ranks: Ranks
+    _: KW_ONLY
+    max_rows_factor: float | None = None
+    chunks: int = 1
+    gradient_scale: float = 1.0
+    name: str = "ExpertParallel"
 
     @disable_dynamo
     def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> PendingChunks:  # tokens [T, D]
