@@ -45,15 +45,13 @@ def add_routing_statistics(
     Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
     not checked.
     """
-    logits, keys = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (forward.logits, forward.keys))
-    choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
-    token_mask = None if forward.token_mask is None else forward.token_mask.contiguous().view(torch.uint8)
-    forward = RoutedForward(logits, keys, choices, kept, token_mask, forward.aux_loss)
-    on_device_of(logits, _launch, counts, sums, forward, num_experts, tile_rows)
+    on_device_of(forward.logits, _launch, counts, sums, forward, num_experts, tile_rows)
 
 
 def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int) -> None:
-    logits, keys, choices, kept, token_mask, aux_loss = forward
+    logits, keys = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (forward.logits, forward.keys))
+    choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
+    token_mask = None if forward.token_mask is None else forward.token_mask.contiguous().view(torch.uint8)
     (num_tokens, num_choices), top_k = logits.shape, choices.shape[1]
     block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)
@@ -84,7 +82,7 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
         (1,),
         part_counts,
         part_sums,
-        aux_loss,
+        forward.aux_loss,
         counts,
         sums,
         num_programs,

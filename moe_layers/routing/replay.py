@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -107,15 +108,11 @@ class RoutingReplay:
             ValueError: `model` has no router, or no router ran.
         """
         routers = _routers("capture", model)
-        captured = 0
+        captured = []  # names
 
-        def adder(name: str) -> Callable[[Tensor], None]:
-            def add(choice: Tensor) -> None:
-                nonlocal captured
-                self.choices.setdefault(name, []).append(choice)
-                captured += 1
-
-            return add
+        def add_to(name: str, choice: Tensor) -> None:
+            self.choices.setdefault(name, []).append(choice)
+            captured.append(name)
 
         def hook(add: Callable[[Tensor], None]):
             return watches_choice(lambda _, inputs, routed: None if is_in_backward() else add(routed.topk_experts))
@@ -123,9 +120,9 @@ class RoutingReplay:
         with ExitStack() as stack:
             for name, router in routers.items():
                 if isinstance(router, TopKRouter):
-                    stack.callback(router.register_forward_hook(hook(adder(name))).remove)
+                    stack.callback(router.register_forward_hook(hook(partial(add_to, name))).remove)
                 else:
-                    stack.enter_context(router.captures(adder(name)))
+                    stack.enter_context(router.captures(partial(add_to, name)))
             yield
         if not captured:
             names = first_three(map(repr, routers))
