@@ -53,7 +53,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     totals = torch.empty(2 * num_experts + 4, dtype=torch.int64), torch.empty(6, dtype=torch.float64)
     is_token, loss = torch.empty(num_tokens, dtype=torch.bool), torch.empty(())
     forward = RoutedForward(logits, logits, routed[1], routed[1], is_token, loss)
-    add_routing_statistics(*totals, forward, num_experts, 128)
+    add_routing_statistics(*totals, forward, num_experts)
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)
