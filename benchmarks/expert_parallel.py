@@ -42,33 +42,49 @@ from moe_layers.parallel.collectives import Ranks
 from .common import plots
 from .common.command import Command, print_rows
 from .common.results_file import Row, Task
-from .common.shapes import TINY, Shape
-from .parallel import best
-from .parallel.comparison import bench_layer
+from .common.shapes import TINY, Shape, by_name
+from .parallel.comparison import BEST_COLUMNS, bench_layer, best_forms
 from .parallel.compilation import compile_kernels
 from .parallel.implementations import IMPLEMENTATIONS
-from .parallel.memory import peak_bytes
 from .parallel.processes import process_group
 from .parallel.rank_timing import bench_bandwidth, largest
 
 # Tokens per rank.
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
-        Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
-        Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
-        # For two ranks: each has the rows and experts of one rank of eight, and 4/7 of its communication.
-        Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
-        Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
-        TINY,
-    )
-}
+SHAPES = by_name(
+    Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
+    Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
+    Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+    # For two ranks: each has the rows and experts of one rank of eight, and 4/7 of its communication.
+    Shape("qwen3-235b-of-eight", 32768, 4096, 1536, 32, 2),
+    Shape("deepseek-v3-of-eight", 32768, 7168, 2048, 64, 2),
+    TINY,
+)
 MODELS = ("qwen3-235b", "deepseek-v3", "mixtral-8x7b")
 DEFAULT_IMPLEMENTATIONS = [name for name in IMPLEMENTATIONS if "32 SMs" not in name and "4 chunks" not in name]
 COLUMNS = ("shape", "ep", "routing", "pass", "implementation", "ms", "comm_ms", "local_ms", "model_ms")
 COLUMNS += ("share_of_model", "busiest", "share_of_busiest", "times_baseline", "best", "peak_gb", "planned_gb")
 COLUMNS += ("collective", "mb", "gb_per_s", "skipped")
+
+
+def peak_bytes(shape: Shape, num_ranks: int, routing: str) -> int:
+    """Return an upper bound on one rank's bytes, for `grouped_mm`, which needs the most of all implementations.
+
+    The weights exist once. The bound adds one implementation's gradients and a copy of them, the inputs of the
+    collectives alone, and the tensors of one forward with backward. The latter are, per received row, 10 tensors as
+    wide as a token and 8 as wide as an expert; per sent row, one float32 tensor, its gradient and two others. With
+    skewed routing, one rank may get all rows. Memory of copies between GPUs is never freed.
+    """
+    itemsize, rows_sent = 2, shape.num_rows
+    rows = rows_sent * (1 if routing == "even" else num_ranks)
+    w_down = shape.num_experts // num_ranks * shape.d_model * shape.d_ff * itemsize
+    weights = gradients = copied = 3 * w_down
+    made = rows * (10 * shape.d_model + 8 * shape.d_ff) * itemsize
+    made += rows_sent * shape.d_model * (2 * 4 + 2 * itemsize)
+    collectives = (rows + rows_sent + (num_ranks + 1) * shape.num_tokens) * shape.d_model * itemsize
+    tokens = shape.num_tokens * shape.d_model * (3 * 4 + 4 * itemsize)  # float32 while they are drawn
+    mapped = ((num_ranks + 1) * shape.d_model * itemsize + num_ranks * shape.top_k * 4) * shape.num_tokens
+    mapped = mapped if num_ranks > 1 else 0
+    return weights + gradients + copied + made + collectives + tokens + mapped
 
 
 class Configuration(NamedTuple):
@@ -109,8 +125,7 @@ def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[
     about = {"processes": num_ranks}
     everyone = Ranks.of(distributed.group.WORLD)
     for megabytes in options.megabytes if num_ranks > 1 else ():
-        sizes = everyone, megabytes, device, options.rounds, options.round_ms
-        yield {"mb": megabytes, **about}, partial(bench_bandwidth, *sizes)
+        yield {"mb": megabytes, **about}, partial(bench_bandwidth, everyone, megabytes, device, options)
     sizes = options.ep or [2**power for power in range(num_ranks.bit_length()) if num_ranks % 2**power == 0]
     meshes = {ep: expert_mesh(device, ep) for ep in sizes}
     memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
@@ -133,8 +148,7 @@ def measure(
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    names, rounds, round_ms = options.implementations, options.rounds, options.round_ms
-    rows = bench_layer(shape, mesh, routing, names, device, rounds=rounds, round_ms=round_ms)
+    rows = bench_layer(shape, mesh, routing, options, device)
     if device.type == "cuda":
         peak_gb = largest([torch.cuda.max_memory_allocated() / 1e9], device).item()
         rows = [row | {"peak_gb": peak_gb} for row in rows]
@@ -158,7 +172,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def print_best(paths: list[Path]) -> None:
     for path in paths:
-        print_rows(best.best_forms(plots.read(path)), best.COLUMNS)
+        print_rows(best_forms(plots.read(path)), BEST_COLUMNS)
 
 
 def fail_if_wrong(options: argparse.Namespace, rows: list[Row]) -> None:

@@ -43,7 +43,7 @@ from moe_layers import MoEFeedForward
 
 from .common import shapes
 from .common.command import Command
-from .common.layers import make_layer, make_tokens, measure_memory, num_checked, passes
+from .common.layers import make_layer, make_tokens, measure_memory, num_checked, passes, run_experts
 from .common.results_file import Row, Task
 from .common.shapes import Shape
 from .common.timing import copy_bytes_per_ms, timed
@@ -152,16 +152,8 @@ def check_layer(operands: Operands, precision: str) -> dict[str, float]:
     tokens, weights = operands.tokens[:num_tokens], operands.topk_weights[:num_tokens]
     slots = operands.permutation.slot_to_row[:num_tokens]
     experts = torch.searchsorted(operands.permutation.offsets, slots, right=True, out_int32=True) % num_experts
-    activation = as_activation("check", shape.activation)
-
-    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        given = (tokens, weights, operands.w_up[:num_experts], operands.w_down[:num_experts])
-        leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in given]
-        permutation = reference.sort_by_expert(experts, num_experts)
-        out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=activation)
-        dout = torch.randn(out.shape, device=out.device, generator=torch.Generator(out.device).manual_seed(1))
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(tokens.dtype).to(dtype))]
-
+    given = tokens, weights, operands.w_up[:num_experts], operands.w_down[:num_experts]
+    run = partial(run_experts, given, experts, as_activation("check", shape.activation))
     actual, errors = run(partial(fused_experts, precision=precision), tokens.dtype), {}
     recipe = partial(reference_fp8.fused_experts, saves_fp8=precision == "fp8_saved")
     for name, op, limit in (("recipe", recipe, OF_RECIPE), ("plain", reference.fused_experts, OF_PLAIN)):

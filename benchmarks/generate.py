@@ -20,7 +20,7 @@ from torch import Tensor
 from moe_layers.integrations.transformers import disable, enable
 
 from .common.command import Command
-from .common.qwen3_moe import OURS, SHAPES, make_model
+from .common.model_variants import NUM_LAYERS, OURS, make_model
 from .common.results_file import Row, Task
 from .common.timing import Timing, timed
 
@@ -90,7 +90,7 @@ def fits_memory(name: str, run: Callable[[], None]) -> bool:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--shape", choices=list(NUM_LAYERS), default="qwen3-30b-a3b")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--new", type=int, default=32, help="new tokens per prompt")
@@ -98,7 +98,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    model = make_model(SHAPES[options.shape], options.device, options.dtype).eval()
+    model = make_model(options.shape, NUM_LAYERS[options.shape], options.device, options.dtype, attention=None).eval()
     model.config.use_cache = model.generation_config.use_cache = True
     for batch in options.batch:
         shared = {"shape": options.shape, "batch": batch, "prompt": options.prompt, "new": options.new}

@@ -35,10 +35,20 @@ from moe_layers import RoutingReplay, observe
 from moe_layers.integrations.transformers import enable
 
 from .common.command import Command
-from .common.model_variants import draw_tokens
-from .common.qwen3_moe import OURS, SHAPES, ModelShape, check_step, make_model, peak_mib, with_adapters
+from .common.model_variants import (
+    NUM_LAYERS,
+    OURS,
+    VOCABULARY,
+    check_step,
+    draw_tokens,
+    make_model,
+    peak_mib,
+    with_adapters,
+)
 from .common.results_file import Row, Task
 from .common.timing import timed
+
+BATCHES = {"qwen3-30b-a3b": (4, 4096), "tiny": (2, 8)}  # sequences, and their length
 
 
 def block_of(model: nn.Module) -> nn.Module:
@@ -66,22 +76,24 @@ def check_experts(default: nn.Module, ours: nn.Module, exact: nn.Module, tokens:
         assert_accurate(*results, name)
 
 
-def check_models(default: nn.Module, ours: nn.Module, shape: ModelShape, batch: Tensor, rank: int | None) -> None:
+def check_models(default: nn.Module, ours: nn.Module, batch: Tensor, rank: int | None) -> None:
     dtype = block_of(default).gate.weight.dtype
     exact = copy.deepcopy(default).to(torch.float64 if dtype == torch.float32 else torch.float32)
     exact.set_experts_implementation("eager")
     if rank is None:
         generator = torch.Generator(batch.device).manual_seed(3)
-        tokens = torch.randn(shape.context, shape.d_model, device=batch.device, generator=generator).to(dtype)
+        sizes = batch.shape[1], default.config.hidden_size
+        tokens = torch.randn(sizes, device=batch.device, generator=generator).to(dtype)
         check_experts(default, ours, exact, tokens)
     check_step(default, ours, exact, batch[:1])
 
 
-def block_pass(model: nn.Module, shape: ModelShape, device: str) -> Callable[[], None]:
+def block_pass(model: nn.Module, batch: Tensor) -> Callable[[], None]:
     block = block_of(model)
     dtype = block.gate.weight.dtype
-    generator = torch.Generator(device).manual_seed(4)
-    x, dout = torch.randn(2, shape.batch, shape.context, shape.d_model, device=device, generator=generator).to(dtype)
+    generator = torch.Generator(batch.device).manual_seed(4)
+    sizes = 2, *batch.shape, model.config.hidden_size
+    x, dout = torch.randn(sizes, device=batch.device, generator=generator).to(dtype)
     x.requires_grad_()
 
     def run() -> None:
@@ -130,25 +142,26 @@ def routing_steps(model: nn.Module, batch: Tensor) -> dict[str, Callable[[], Non
     return {f"{OURS} observed": observed, f"{OURS} replayed": replayed}
 
 
-def bench_model(shape: ModelShape, options: argparse.Namespace) -> list[Row]:
-    device, rank = options.device, options.lora
-    default = make_model(shape, device, options.dtype)
+def bench_model(options: argparse.Namespace) -> list[Row]:
+    device, rank, num_layers = options.device, options.lora, NUM_LAYERS[options.shape]
+    default = make_model(options.shape, num_layers, device, options.dtype, attention=None)
     if rank is not None:
         default = with_adapters(default, rank)
     ours = copy.deepcopy(default)
     print(enable(ours, implementation=options.implementation))
     models = {f"transformers {default.config._experts_implementation}": default, OURS: ours}
-    batch = draw_tokens(shape.batch, shape.context, device, shape.vocabulary)
-    check_models(default, ours, shape, batch, rank)
+    batch = draw_tokens(*BATCHES[options.shape], device)
+    check_models(default, ours, batch, rank)
     torch.cuda.empty_cache()  # does nothing without a GPU
     passes = {
-        "block forward+backward": {name: block_pass(model, shape, device) for name, model in models.items()},
+        "block forward+backward": {name: block_pass(model, batch) for name, model in models.items()},
         "training step": {name: training_step(model, batch) for name, model in models.items()},
     }
     if options.routing:
         passes["training step"] |= routing_steps(ours, batch)
-    numbers = shape.num_tokens, shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-    sizes = dict(zip("TDFEK", numbers, strict=True)) | {"layers": shape.num_layers, "vocabulary": shape.vocabulary}
+    config, num_tokens = default.config, batch.numel()
+    numbers = config.hidden_size, config.moe_intermediate_size, config.num_experts, config.num_experts_per_tok
+    sizes = dict(zip("TDFEK", (num_tokens, *numbers), strict=True)) | {"layers": num_layers, "vocabulary": VOCABULARY}
     rows = []
     for which, runs in passes.items():
         memory = {
@@ -164,7 +177,7 @@ def bench_model(shape: ModelShape, options: argparse.Namespace) -> list[Row]:
                 "pass": which,
                 "implementation": name,
                 **timing._asdict(),
-                "tokens_per_s": 1e3 * shape.num_tokens / timing.ms,
+                "tokens_per_s": 1e3 * num_tokens / timing.ms,
                 "times_as_fast": baseline.ms / timing.ms,
                 "over_ours": timing.ms / timings[OURS].ms,
                 "peak_mib": memory[name],
@@ -179,7 +192,7 @@ COLUMNS += ("peak_mib",)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-30b-a3b")
+    parser.add_argument("--shape", choices=list(NUM_LAYERS), default="qwen3-30b-a3b")
     parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
     parser.add_argument("--lora", type=int, metavar="RANK", help="train PEFT's adapters of the experts instead")
     parser.add_argument("--routing", action="store_true", help="also time statistics of routers, and replay")
@@ -187,7 +200,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    yield {"shape": options.shape, "lora_rank": options.lora}, partial(bench_model, SHAPES[options.shape], options)
+    yield {"shape": options.shape, "lora_rank": options.lora}, partial(bench_model, options)
 
 
 main = Command(

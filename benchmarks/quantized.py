@@ -46,6 +46,14 @@ def make_form(shape: Shape, form: str, options: argparse.Namespace) -> MoEFeedFo
     return layer
 
 
+def checked_form(shape: Shape, form: str, options: argparse.Namespace) -> tuple[MoEFeedForward, torch.Tensor]:
+    """Return a checked layer, and its tokens [T, D]."""
+    layer = make_form(shape, form, options)
+    tokens = make_tokens(layer, shape, "even", options.dtype)
+    check(layer, tokens)
+    return layer, tokens
+
+
 @torch.no_grad()
 def check(layer: MoEFeedForward, tokens: torch.Tensor) -> None:
     """Compare outputs with those of the dequantised layer in float64, within the error budget of the tests."""
@@ -71,9 +79,7 @@ def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
 def bench_training(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, memory = {}, {}
     for form in options.forms:
-        layer = make_form(shape, form, options)
-        tokens = make_tokens(layer, shape, "even", options.dtype)
-        check(layer, tokens)
+        layer, tokens = checked_form(shape, form, options)
         layer.add_lora(LoRA(options.rank, 2 * options.rank))
         runs[form] = passes(layer, tokens)["forward+backward"]
         runs[form]()
@@ -95,9 +101,7 @@ def compared_with_plain(runs: dict[str, Callable[[], object]], options: argparse
 def bench_decoding(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, read = {}, {}
     for form in options.forms:
-        layer = make_form(shape, form, options)
-        tokens = make_tokens(layer, shape, "even", options.dtype)
-        check(layer, tokens)
+        layer, tokens = checked_form(shape, form, options)
         num_hit = layer.router(tokens).topk_experts.unique().numel()
         read[form] = stored_bytes(layer, num_hit)
 

@@ -28,18 +28,15 @@ from .common.baselines import TorchGroupedMM
 from .common.command import Command
 from .common.layers import PASSES, chosen_bytes, make_layer, make_tokens, passes
 from .common.results_file import Task, attempt
-from .common.shapes import PUBLISHED, SHAPES, TINY, Shape
+from .common.shapes import PUBLISHED, SHAPES, TINY, Shape, by_name
 from .common.timing import copy_bytes_per_ms, host_us, in_a_graph, time_interleaved
 
 NUM_TOKENS = (1, 8, 64, 256, 512, 1024, 4096)
-HOST_SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("small", 64, 512, 256, 16, 4),
-        dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_tokens=512),
-        dataclasses.replace(PUBLISHED["granite-3.0-3b-a800m"], num_tokens=4096),
-    )
-}
+HOST_SHAPES = by_name(
+    Shape("small", 64, 512, 256, 16, 4),
+    dataclasses.replace(SHAPES["qwen3-30b-a3b"], num_tokens=512),
+    dataclasses.replace(PUBLISHED["granite-3.0-3b-a800m"], num_tokens=4096),
+)
 KNOWN = {**SHAPES, TINY.name: TINY, **HOST_SHAPES}
 DENSE = "dense_mlp"
 
@@ -60,10 +57,10 @@ def warm_up(functions: dict[str, Callable[[], object]]) -> None:
             function()
 
 
-def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
+def bench_small(shape: Shape, bytes_per_ms: float, options: argparse.Namespace) -> list[dict]:
     """Return one row. Launches and graphs exist on a GPU only; elsewhere their fields are None."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = options.device, options.dtype
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
     run = passes(layer, tokens)
@@ -94,11 +91,11 @@ def bench_small(shape: Shape, device: str, bytes_per_ms: float) -> list[dict]:
     ]
 
 
-def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
+def bench_host(shape: Shape, options: argparse.Namespace) -> list[dict]:
     """Return one row per form and pass. Compiled forms run eagerly without a GPU."""
     torch._dynamo.reset()  # frees the layer of the last shape
     torch.cuda.empty_cache()  # does nothing without a GPU
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device, dtype = options.device, options.dtype
     layer = make_layer(shape, device, dtype)
     tokens = make_tokens(layer, shape, "even", dtype)
     sizes = {"device": device, "dtype": dtype}
@@ -116,7 +113,7 @@ def bench_host(shape: Shape, device: str, rounds: int) -> list[dict]:
         _, errors[name] = attempt(partial(warm_up, functions))
         if errors[name] is None:
             run |= {f"{name}/{which}": function for which, function in functions.items()}
-    found = host_us(run, time.perf_counter, device, rounds=rounds)
+    found = host_us(run, time.perf_counter, device, rounds=options.rounds)
     rows = []
     for name in modules:
         for which in ("inference", *PASSES):
@@ -136,13 +133,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     if options.host:
         for name in options.shapes or HOST_SHAPES:
-            yield {"shape": name}, partial(bench_host, KNOWN[name], options.device, options.rounds)
+            yield {"shape": name}, partial(bench_host, KNOWN[name], options)
         return
     bytes_per_ms = copy_bytes_per_ms(options.device)
     for name in options.shapes or ("qwen3-30b-a3b", "mixtral-8x7b"):
         for num_tokens in options.tokens:
             shape = dataclasses.replace(KNOWN[name], num_tokens=num_tokens)
-            yield {"shape": name, "T": num_tokens}, partial(bench_small, shape, options.device, bytes_per_ms)
+            yield {"shape": name, "T": num_tokens}, partial(bench_small, shape, bytes_per_ms, options)
 
 
 main = Command(__doc__, add_options, tasks)

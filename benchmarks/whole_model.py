@@ -40,15 +40,18 @@ from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from .common.command import Command
 from .common.model_variants import (
     MODELS,
+    OURS,
     captured,
+    check_step,
     compile_layers,
     draw_tokens,
     free_memory,
     make_model,
+    peak_mib,
     size,
+    with_adapters,
     with_experts,
 )
-from .common.qwen3_moe import OURS, check_step, peak_mib, with_adapters
 from .common.results_file import Row, Task, attempt
 from .common.timing import Timing, host_us, timed
 

@@ -176,7 +176,7 @@ def measure(name: str, shared: Row, options: argparse.Namespace, tokens: Tensor,
         torch.cuda.reset_peak_memory_stats()
         call()
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    timing = time_together({name: call}, tokens.device, rounds=options.rounds, round_ms=options.round_ms)[name]
+    timing = time_together({name: call}, tokens.device, options)[name]
     comm_ms = communication_ms(call, tokens.device)
     rate = 1e3 * tokens.numel() / timing.ms
     shares = {"comm_ms": comm_ms, "comm_share": comm_ms / timing.ms}

@@ -433,17 +433,6 @@ def _adapted_linear(
     return product + scale * grouped_gemm(grouped_gemm(rows, a, offsets), b, offsets)
 
 
-def with_gradient_to(
-    tokens: Tensor, w_router: Tensor, topk_weights: Tensor, permutation: Permutation
-) -> Tensor:  # [T, K]
-    """Return the same weights, differentiable in the tokens through a softmax over the chosen experts' logits."""
-    experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True)  # [T, K]
-    dtype = topk_weights.dtype
-    logits = torch.einsum("td, tkd -> tk", tokens.to(dtype), w_router.to(dtype)[experts])
-    softmax = logits.softmax(1)
-    return topk_weights + (softmax - softmax.detach())
-
-
 def row_weights(
     topk_weights: Tensor,  # [T, K]
     slot_to_row: Tensor,  # [T, K] int32

@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from .errors import first_three
 
-SCORES = ("softmax", "sigmoid", "sqrt_softplus")
-GROUP_SCORES = ("max", "top2_sum")
-SELECTION_BIASES = (None, "score", "logit")
-
 
 @dataclass(frozen=True)
 class RouterSpec:
@@ -69,9 +65,9 @@ class RouterSpec:
 
     def __post_init__(self):
         for name, choices in (
-            ("score", SCORES),
-            ("selection_bias", SELECTION_BIASES),
-            ("group_score", GROUP_SCORES),
+            ("score", ("softmax", "sigmoid", "sqrt_softplus")),
+            ("selection_bias", (None, "score", "logit")),
+            ("group_score", ("max", "top2_sum")),
         ):
             if (value := getattr(self, name)) not in choices:
                 raise ValueError(f"RouterSpec: {name} must be one of {choices}, got {value!r}")
@@ -172,25 +168,11 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v3(
-        cls,
-        num_groups: int = 1,
-        topk_groups: int = 1,
-        *,
-        normalize: bool = True,
-        scale: float = 1.0,
-        norm_epsilon: float = 1e-20,
-        **settings,
+        cls, num_groups: int = 1, topk_groups: int = 1, *, norm_epsilon: float = 1e-20, **settings
     ) -> RouterSpec:
         """DeepSeek-V3 and relatives: MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6), DeepSeek-V4 (score="sqrt_softplus")."""
         settings = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **settings}
-        return cls(
-            num_groups=num_groups,
-            topk_groups=topk_groups,
-            normalize=normalize,
-            norm_epsilon=norm_epsilon,
-            scale=scale,
-            **settings,
-        )
+        return cls(num_groups=num_groups, topk_groups=topk_groups, norm_epsilon=norm_epsilon, **settings)
 
     @classmethod
     def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **settings) -> RouterSpec:

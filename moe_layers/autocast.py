@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar, overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from moe_kernels.types import QuantizedWeight, Weight
+from moe_kernels.types import Weight
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ def call_with_autocast_rules(
         return function(tokens, weight, *others)
     with torch.autocast(device_type, enabled=False):
         operands = (tokens, weight, *others)
-        return function(*(op if isinstance(op, QuantizedWeight) else autocast(op, device_type) for op in operands))
+        return function(*(autocast(op, device_type) if isinstance(op, Tensor) else op for op in operands))
 
 
 def autocast_is_enabled(device_type: str) -> bool:
@@ -34,16 +34,8 @@ def autocast_is_enabled(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-@overload
-def autocast(operand: Tensor, device_type: str) -> Tensor: ...
-
-
-@overload
-def autocast(operand: None, device_type: str) -> None: ...
-
-
-def autocast(operand: Tensor | None, device_type: str) -> Tensor | None:
+def autocast(operand: Tensor, device_type: str) -> Tensor:
     """Convert the operand to the dtype to which autocast converts operands of a matrix product."""
-    if operand is None or operand.dtype == torch.float64:
+    if operand.dtype == torch.float64:
         return operand
     return operand.to(torch.get_autocast_dtype(device_type))

@@ -28,8 +28,7 @@ from .experts.grouped import GroupedExperts
 from .experts.lora.adapters import add_lora, remove_lora, set_lora
 from .experts.lora.merging import merge_lora, unmerge_lora
 from .experts.shared import SharedExpert
-from .experts.token_checks import check_tokens
-from .experts.whole_op import compute_whole, runs_as_one_op
+from .experts.whole_op import check_tokens, compute_whole, runs_as_one_op
 from .input import TokenInfo, flatten_router_input, flatten_tokens, restore_shape
 from .memory import saved_bytes
 from .routing.assignment import Assignment

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch import Tensor, nn
 
 from .balance.routing_statistics import RoutingObserver
 from .checks import check_kind
 from .feed_forward import MoEFeedForward
 from .routing.model_routers import AttachedRouter, attached_routers, check_found
+from .routing.router import TopKRouter
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
@@ -30,7 +29,7 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     if scale is not None:
         check_kind("set_aux_loss_scale", "scale", scale, Tensor)
         for layer in layers:
-            device = (layer.router if isinstance(layer, MoEFeedForward) else layer).weight.device
+            device = _router_of(layer).weight.device
             if scale.numel() != 1 or scale.device != device:
                 raise ValueError(
                     f"set_aux_loss_scale: scale must be a scalar tensor on {device}, "
@@ -54,18 +53,13 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     """
     layers = _layers(model)
     losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
-    if not losses and not _is_balanced_by_bias(layers.values()):
+    has_bias = any(_router_of(layer).selection_bias is not None for layer in layers.values())
+    if not losses and (not has_bias or any(layer.balance_losses.any for layer in layers.values())):
         raise ValueError(
             f"aux_losses: a layer must have balance_losses and a forward with gradients, got {len(layers)} layers "
             "without; `observe` collects statistics of any layer"
         )
     return losses
-
-
-def _is_balanced_by_bias(layers: Collection[MoEFeedForward | AttachedRouter]) -> bool:
-    routers = (layer.router if isinstance(layer, MoEFeedForward) else layer for layer in layers)
-    has_bias = any(router.selection_bias is not None for router in routers)
-    return has_bias and not any(layer.balance_losses.any for layer in layers)
 
 
 def observe(model: nn.Module) -> dict[str, RoutingObserver]:
@@ -82,11 +76,8 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """
     observers = {}
     for name, layer in _layers(model).items():
-        if isinstance(layer, MoEFeedForward):
-            observers[name] = RoutingObserver(layer.router, layer.num_experts)
-        else:
-            observers[name] = RoutingObserver(layer, layer.num_experts - layer.num_zero_experts)
-        layer.observer = observers[name]
+        router = _router_of(layer)
+        layer.observer = observers[name] = RoutingObserver(router, router.num_experts - layer.num_zero_experts)
     check_found("observe", observers)
     return observers
 
@@ -95,3 +86,7 @@ def _layers(model: nn.Module) -> dict[str, MoEFeedForward | AttachedRouter]:
     """Return all layers by name."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
     return own | attached_routers(model)
+
+
+def _router_of(layer: MoEFeedForward | AttachedRouter) -> TopKRouter | AttachedRouter:
+    return layer.router if isinstance(layer, MoEFeedForward) else layer

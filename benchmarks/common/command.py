@@ -45,7 +45,7 @@ class Command:
         def constants() -> Row:
             return {**self.constants(options), **environment(options.device, options.commit)}
 
-        file = ResultsFile.of(options, constants)
+        file = ResultsFile(options, constants)
         with closing(self.tasks(options)) as tasks:
             for rows in file.measure(tasks):
                 if is_first_rank() and rows:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moe_kernels import RouterSpec, fused_experts, reference
+from moe_kernels import Activation, RouterSpec, fused_experts, reference
 from moe_kernels.specs import ACTIVATION_KINDS
-from moe_kernels.testing import assert_accurate, make_logits
+from moe_kernels.testing import assert_accurate, make_logits, run_with_grads
 from moe_layers import MoEFeedForward
 
 from .shapes import Shape
@@ -67,23 +68,31 @@ def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None =
     tokens = tokens[: len(tokens) * num_experts // num_all]
     with torch.no_grad():
         routed = layer.router(tokens)
-    topk_experts = routed.topk_experts % num_experts
-    operands = (tokens, routed.topk_weights, w_up[:num_experts], w_down[:num_experts])
-
-    def run(op: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
-        leaves = [t.detach().to(dtype if t.dtype == tokens.dtype else t.dtype).requires_grad_() for t in operands]
-        permutation = reference.sort_by_expert(topk_experts, num_experts)
-        out = op(leaves[0], leaves[1], permutation, *leaves[2:], activation=layer.experts.activation)
-        generator = torch.Generator(tokens.device).manual_seed(1)
-        dout = torch.randn(out.shape, device=out.device, generator=generator).to(tokens.dtype).to(dtype)
-        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
-
+    operands = tokens, routed.topk_weights, w_up[:num_experts], w_down[:num_experts]
+    run = partial(run_experts, operands, routed.topk_experts % num_experts, layer.experts.activation)
     # float32 without TF32 is exact in comparison with 16-bit results.
     exact = run(reference.fused_experts, torch.float32)
     baseline = run(reference.fused_experts, tokens.dtype)
     actual = run(fused_experts, tokens.dtype)
     for name, a, b, e in zip(("out", "dtokens", "dweights", "dw_up", "dw_down"), actual, baseline, exact, strict=True):
         assert_accurate(a, b, e, name)
+
+
+def run_experts(
+    operands: tuple[Tensor, Tensor, Tensor, Tensor],  # tokens, topk_weights, w_up, w_down
+    topk_experts: Tensor,  # [T, K] int32
+    activation: Activation,
+    op: Callable[..., Tensor],
+    dtype: torch.dtype,
+) -> tuple[Tensor, ...]:
+    """Return the output and the gradients of an expert op, computed in `dtype` from the same values."""
+    permutation = reference.sort_by_expert(topk_experts, len(operands[2]))
+
+    def run(tokens: Tensor, topk_weights: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        return op(tokens, topk_weights, permutation, w_up, w_down, activation=activation)
+
+    inputs = (t.to(dtype if t.dtype == operands[0].dtype else t.dtype) for t in operands)
+    return run_with_grads(run, tuple(inputs), seed=1)
 
 
 def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:

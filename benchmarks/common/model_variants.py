@@ -1,4 +1,5 @@
-"""Models of transformers by name, with random weights, and copies that compute their experts in different ways."""
+"""Models of transformers by name, with random weights, copies that compute their experts in different ways, PEFT's
+adapters, and the check of a training step."""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from moe_layers.integrations.transformers import enable
 
 from .layers import MIB
-from .qwen3_moe import OURS
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration, and sizes
     "qwen3-30b-a3b": (
@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration,
         | {"norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
     ),
 }
+NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # of models that `benchmarks.huggingface` and `benchmarks.generate` time
+OURS = "moe_layers"
 VOCABULARY = 32000
 ATTENTION = "causal_without_mask"  # in transformers' registry of attention functions
 
@@ -74,7 +76,10 @@ def attend(
 transformers.AttentionInterface.register(ATTENTION, attend)
 
 
-def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> nn.Module:
+def make_model(
+    name: str, num_layers: int, device: str, dtype: torch.dtype, attention: str | None = ATTENTION
+) -> nn.Module:
+    """Return a model in training mode. With `attention=None` transformers chooses how to compute attention."""
     torch.manual_seed(0)
     kind, sizes = MODELS[name]
     if kind == "GptOssConfig":
@@ -82,12 +87,12 @@ def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> n
     shared = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": None, "eos_token_id": None}
     config = getattr(transformers, kind)(**sizes, **shared, num_hidden_layers=num_layers)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
-def draw_tokens(batch: int, length: int, device: str, vocabulary: int | None = None) -> Tensor:  # [B, S]
+def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
     generator = torch.Generator(device).manual_seed(1)
-    return torch.randint(vocabulary or VOCABULARY, (batch, length), device=device, generator=generator)
+    return torch.randint(VOCABULARY, (batch, length), device=device, generator=generator)
 
 
 def size(text: str) -> tuple[int, int]:
@@ -157,3 +162,55 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
         return result
 
     return Captured(replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool())
+
+
+def with_adapters(model: nn.Module, rank: int, modules: list[str] | None = None) -> nn.Module:
+    """Return PEFT's model with adapters of the experts' weights, and of `modules`, that already change the output."""
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_parameters=targets, target_modules=modules)
+    adapted = get_peft_model(model, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return adapted
+
+
+def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Tensor) -> None:
+    """Check the loss and the norm of each gradient.
+
+    Raises:
+        AssertionError: names the wrong value.
+    """
+
+    def run(model: nn.Module) -> dict[str, float]:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        values = {name: parameter.grad.float().norm().item() for name, parameter in trained.items()}
+        model.zero_grad()
+        return {"loss": loss.item(), **values}
+
+    def errors(values: dict[str, float]) -> dict[str, float]:
+        return {name: abs(values[name] - value) / value for name, value in wanted.items()}
+
+    wanted = run(exact)
+    of_default, of_ours = errors(run(default)), errors(run(ours))
+    one_ulp = torch.finfo(default.dtype).eps
+    budgets = dict.fromkeys(wanted, 2 * max(of_default.values()) + one_ulp)
+    budgets["loss"] = 2 * of_default["loss"] + max(one_ulp / 8, torch.finfo(torch.float32).eps)
+    for name, budget in budgets.items():
+        assert of_ours[name] <= budget, f"{name}: relative error {of_ours[name]:.3e} exceeds {budget:.3e}"
+
+
+def peak_mib(run: Callable[[], object], model: nn.Module) -> float:
+    run()  # the first call makes the optimizer states
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before
+    model.zero_grad()
+    return peak / MIB

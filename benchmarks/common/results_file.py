@@ -47,32 +47,24 @@ def is_first_rank() -> bool:
 
 
 class ResultsFile:
-    """Rows of results, and the file that holds them. Of several ranks, the first one writes it.
+    """Rows of a command's results, and the file that holds them. Of several ranks, the first one writes it.
 
     Args:
-        path: None writes nothing.
         constants: returns what is added to every row of a measurement.
-        limit_s: seconds from now; None for no limit.
+
+    Raises:
+        SystemExit: the rows to keep are of another commit.
     """
 
-    def __init__(self, path: Path | None, constants: Callable[[], Row], limit_s: float | None = None):
+    def __init__(self, options: argparse.Namespace, constants: Callable[[], Row]):
         self.rows: list[Row] = []
-        self._path, self._constants = path, constants
-        self._limit_s, self._begin, self._longest_s = limit_s, time.monotonic(), 0.0
-
-    @classmethod
-    def of(cls, options: argparse.Namespace, constants: Callable[[], Row]) -> ResultsFile:
-        """Return the file of a command.
-
-        Raises:
-            SystemExit: the rows to keep are of another commit.
-        """
-        file = cls(options.output, constants, options.time_limit_s)
-        if options.resume and options.output is not None and options.output.exists():
-            file.rows = json.loads(options.output.read_text())
-            if others := sorted({row["commit"] for row in file.rows} - {options.commit}):
-                raise SystemExit(f"--resume: rows of {options.output} must be of {options.commit}, got {others}")
-        return file
+        self._path: Path | None = options.output
+        self._constants, self._limit_s = constants, options.time_limit_s
+        self._begin, self._longest_s = time.monotonic(), 0.0
+        if options.resume and self._path is not None and self._path.exists():
+            self.rows = json.loads(self._path.read_text())
+            if others := sorted({row["commit"] for row in self.rows} - {options.commit}):
+                raise SystemExit(f"--resume: rows of {self._path} must be of {options.commit}, got {others}")
 
     def measure(self, tasks: Iterable[Task]) -> Iterator[list[Row]]:
         """Run the tasks that the file lacks, while the longest one so far would end in time. Yield their rows."""

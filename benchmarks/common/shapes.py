@@ -52,64 +52,55 @@ class Shape:
         return replace(self, num_tokens=self.num_rows // top_k, num_experts=num_experts, top_k=top_k)
 
 
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("4096x1024-e128", 32768, 4096, 1024, 128, 8),
-        Shape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
-        Shape("fine-grained", 24576, 1536, 256, 128, 8),
-        Shape("olmoe", 16384, 2048, 1024, 64, 8),
-        Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
-        Shape("qwen3-next", 16384, 2048, 512, 512, 10),
-        Shape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
-    )
-}
+def by_name(*shapes: Shape) -> dict[str, Shape]:
+    return {shape.name: shape for shape in shapes}
+
+
+SHAPES = by_name(
+    Shape("4096x1024-e128", 32768, 4096, 1024, 128, 8),
+    Shape("qwen3-30b-a3b", 16384, 2048, 768, 128, 8),
+    Shape("fine-grained", 24576, 1536, 256, 128, 8),
+    Shape("olmoe", 16384, 2048, 1024, 64, 8),
+    Shape("mixtral-8x7b", 8192, 4096, 14336, 8, 2),
+    Shape("qwen3-next", 16384, 2048, 512, 512, 10),
+    Shape("gpt-oss-20b", 16384, 2880, 2880, 32, 4),
+)
 TINY = Shape("tiny", 40, 64, 32, 8, 2)
 
 # Published sizes of further models. No table has measurements for them. Expert-parallel shares hold the experts of one
 # rank and as many rows per token as the model has.
-PUBLISHED = {
-    shape.name: shape
-    for shape in (
-        Shape("granite-3.0-3b-a800m", 16384, 1536, 512, 40, 8),
-        Shape("deepseek-v2-lite", 16384, 2048, 1408, 64, 6),
-        Shape("deepseek-v3-ep8", 16384, 7168, 2048, 256, 8).of_one_process(8),
-        Shape("kimi-k2-ep16", 16384, 7168, 2048, 384, 8).of_one_process(16),
-        Shape("minimax-m2", 16384, 3072, 1536, 256, 8),
-        Shape("glm-4.5-air", 16384, 4096, 1408, 128, 8),
-        Shape("ernie-4.5-21b", 16384, 2560, 1536, 64, 6),
-        Shape("hunyuan-a13b", 16384, 4096, 3072, 64, 8),
-        Shape("phi-3.5-moe", 16384, 4096, 6400, 16, 2),
-        Shape("llama4-scout", 16384, 5120, 8192, 16, 1),
-        Shape("jamba", 16384, 4096, 14336, 16, 2),
-        Shape("dbrx", 16384, 6144, 10752, 16, 4),
-        Shape("lfm2-8b", 16384, 2048, 1792, 32, 4),
-        Shape("qwen2-moe-57b", 16384, 3584, 2560, 64, 8),
-        Shape("arctic", 16384, 7168, 4864, 128, 2),
-        Shape("nemotron-3-nano", 16384, 2688, 1856, 128, 6, "relu_squared"),
-    )
-}
+PUBLISHED = by_name(
+    Shape("granite-3.0-3b-a800m", 16384, 1536, 512, 40, 8),
+    Shape("deepseek-v2-lite", 16384, 2048, 1408, 64, 6),
+    Shape("deepseek-v3-ep8", 16384, 7168, 2048, 256, 8).of_one_process(8),
+    Shape("kimi-k2-ep16", 16384, 7168, 2048, 384, 8).of_one_process(16),
+    Shape("minimax-m2", 16384, 3072, 1536, 256, 8),
+    Shape("glm-4.5-air", 16384, 4096, 1408, 128, 8),
+    Shape("ernie-4.5-21b", 16384, 2560, 1536, 64, 6),
+    Shape("hunyuan-a13b", 16384, 4096, 3072, 64, 8),
+    Shape("phi-3.5-moe", 16384, 4096, 6400, 16, 2),
+    Shape("llama4-scout", 16384, 5120, 8192, 16, 1),
+    Shape("jamba", 16384, 4096, 14336, 16, 2),
+    Shape("dbrx", 16384, 6144, 10752, 16, 4),
+    Shape("lfm2-8b", 16384, 2048, 1792, 32, 4),
+    Shape("qwen2-moe-57b", 16384, 3584, 2560, 64, 8),
+    Shape("arctic", 16384, 7168, 4864, 128, 2),
+    Shape("nemotron-3-nano", 16384, 2688, 1856, 128, 6, "relu_squared"),
+)
 TOKENS = (16384, 4096, 65536)  # numbers of tokens of the unseen layers, in the order of their measurement
-UNSEEN = {
-    shape.name: shape
-    for num_tokens in TOKENS
-    for shape in (layer.with_tokens(num_tokens) for layer in (*PUBLISHED.values(), *SHAPES.values()))
-}
+UNSEEN = by_name(*(shape.with_tokens(number) for number in TOKENS for shape in (PUBLISHED | SHAPES).values()))
 
 # Widths between the tiles: multiples of 8 that are none of 64, then widths whose rows TMA cannot address because they
 # do not start at multiples of 16 bytes.
-OFF_GRID = {
-    shape.name: shape
-    for shape in (
-        Shape("off-grid-2056x712", 10007, 2056, 712, 60, 6),
-        Shape("off-grid-3080x1352", 16384, 3080, 1352, 32, 4),
-        Shape("off-grid-1544x520", 32768, 1544, 520, 40, 8),
-        Shape("off-grid-4104x200", 16384, 4104, 200, 128, 8),
-        Shape("granite-like", 32768, 1536, 512, 40, 8),
-        Shape("no-tma-2050x770", 16384, 2050, 770, 64, 6),
-        Shape("no-tma-2047x1023", 8191, 2047, 1023, 64, 8),
-    )
-}
+OFF_GRID = by_name(
+    Shape("off-grid-2056x712", 10007, 2056, 712, 60, 6),
+    Shape("off-grid-3080x1352", 16384, 3080, 1352, 32, 4),
+    Shape("off-grid-1544x520", 32768, 1544, 520, 40, 8),
+    Shape("off-grid-4104x200", 16384, 4104, 200, 128, 8),
+    Shape("granite-like", 32768, 1536, 512, 40, 8),
+    Shape("no-tma-2050x770", 16384, 2050, 770, 64, 6),
+    Shape("no-tma-2047x1023", 8191, 2047, 1023, 64, 8),
+)
 GROUPS = {"tuned": SHAPES, "published": PUBLISHED, "unseen": UNSEEN, "off-grid": OFF_GRID}
 
 

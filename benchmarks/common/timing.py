@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from moe_kernels.tools.tune import captured, times_of_calls
+
 
 class Timing(NamedTuple):
     """Milliseconds per call: median, 20th and 80th percentile over all calls of all rounds."""
@@ -83,14 +85,8 @@ def _time_calls(function: Callable[[], object], device: str, num_calls: int) -> 
             function()
             times.append(time.perf_counter())
         return [1e3 * (b - a) for a, b in pairwise(times)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
     torch.cuda.synchronize()
-    events[0].record()
-    for event in events[1:]:
-        function()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(events)]
+    return times_of_calls(function, num_calls)
 
 
 def _percentiles(values: list[float]) -> tuple[float, float, float]:
@@ -101,12 +97,7 @@ def _percentiles(values: list[float]) -> tuple[float, float, float]:
 
 def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
     """Return a function that replays the launches of `function`."""
-    function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        graph.keeps = function, function()  # keeps the tensors that the graph reads and writes
-    return graph.replay
+    return captured(function).replay
 
 
 def copy_bytes_per_ms(device: str) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,9 +16,8 @@ from moe_layers.parallel.collectives import Ranks, wait
 from ..common.layers import PASSES, make_tokens
 from ..common.shapes import Shape
 from ..common.timing import Timing
-from .best import best_form
 from .grouped_mm import held
-from .implementations import BASELINE, dtype_for, local_layer, make_implementation, make_layer, passes, results
+from .implementations import BASELINE, STYLES, local_layer, make_implementation, make_layer, passes, results
 from .rank_timing import largest, time_together
 
 
@@ -88,21 +89,14 @@ def token_collectives(
 
 
 def bench_layer(
-    shape: Shape,
-    mesh: DeviceMesh,
-    routing: str,
-    names: list[str],
-    device: torch.device,
-    *,
-    rounds: int,
-    round_ms: float,
+    shape: Shape, mesh: DeviceMesh, routing: str, options: argparse.Namespace, device: torch.device
 ) -> list[dict]:
     """Return result rows for one shape, number of ranks and routing. Wrong implementations are not timed."""
-    dtype, ranks = dtype_for(device), Ranks.of(mesh.get_group())
+    dtype, ranks = options.dtype, Ranks.of(mesh.get_group())
     layer = make_layer(shape, mesh, dtype)
     tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
     dout = torch.randn_like(tokens)
-    modules = {name: make_implementation(name, layer, mesh) for name in names}
+    modules = {name: make_implementation(name, layer, mesh) for name in options.implementations}
     wrong = differing(modules, tokens, dout)
     modules = {name: module for name, module in modules.items() if name not in wrong}
     functions = {
@@ -114,7 +108,7 @@ def bench_layer(
     functions |= {f"local/{which}": run for which, run in runs.items()}
     sent, received = rows_between(layer, tokens, ranks)
     functions |= {f"comm/{name}": run for name, run in token_collectives(tokens, sent, received, ranks).items()}
-    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
+    timings = time_together(functions, device, options)
     busiest = largest([sum(received) / shape.num_rows], device).item()
     rows = [row for which in PASSES for row in _rows_of(which, list(modules), timings, busiest)]
     return rows + [{"implementation": name, "skipped": reason} for name, reason in wrong.items()]
@@ -143,3 +137,42 @@ def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: 
         )
     best = best_form({row["implementation"]: row["ms"] for row in rows})
     return [row | {"best": best} for row in rows]
+
+
+BEST_COLUMNS = ("shape", "ep", "pass", "best", "times_whole", "times_baseline")
+AS_FAST = 1.02  # times the fastest
+
+
+def best_form(times: dict[str, float]) -> str | None:
+    """Return the simplest of our implementations whose time is within 2 % of the fastest of them."""
+    ours = [name for name in STYLES if name in times]
+    fastest = min((times[name] for name in ours), default=0.0)
+    return next((name for name in ours if times[name] <= AS_FAST * fastest), None)
+
+
+def best_forms(rows: list[dict]) -> list[dict]:
+    """Return one row per shape, EP and pass: the best form by the sum over routings, and the best whole one. Forms not
+    timed for every routing are ignored, because their sum would be too small."""
+
+    def key(row: dict) -> tuple:
+        return row["shape"], row["ep"], row["pass"]
+
+    chosen = []
+    timed = sorted((row for row in rows if "ms" in row and "pass" in row), key=key)
+    for about, group in itertools.groupby(timed, key):
+        by_routing: dict[str, dict[str, float]] = {}
+        for row in group:
+            by_routing.setdefault(row["routing"], {})[row["implementation"]] = row["ms"]
+        in_all = set.intersection(*map(set, by_routing.values()))
+        times = {name: sum(ms[name] for ms in by_routing.values()) for name in in_all}
+        best = best_form(times)
+        if best is None:
+            continue
+        whole = best_form({name: ms for name, ms in times.items() if "/" not in name})
+        of_best = {
+            "best": best,
+            "times_whole": whole and times[whole] / times[best],
+            "times_baseline": times[BASELINE] / times[best] if BASELINE in times else None,
+        }
+        chosen.append(dict(zip(("shape", "ep", "pass"), about, strict=True)) | of_best)
+    return chosen

@@ -41,10 +41,6 @@ BASELINE = "torch_grouped_mm"
 IMPLEMENTATIONS = (*STYLES, BASELINE)
 
 
-def dtype_for(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
     """Return a layer with the same router on all ranks, but other experts on each, which were never whole. A row sent
     to a wrong rank then changes the results."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 
 import torch
@@ -13,16 +14,16 @@ from ..common.timing import Timing, _percentiles, _time_calls, turns
 
 
 def time_together(
-    functions: dict[str, Callable[[], object]], device: torch.device, *, rounds: int, round_ms: float
+    functions: dict[str, Callable[[], object]], device: torch.device, options: argparse.Namespace
 ) -> dict[str, Timing]:
-    """Time like `time_interleaved`, with equally many calls on all ranks; the slowest rank of each call counts."""
+    """Time like `timed`, with equally many calls on all ranks; the slowest rank of each call counts."""
     calls = {}
     for name, function in functions.items():
         function()  # compile and warm up
         fastest = largest(_time_calls(function, device.type, 2), device).min().item()
-        calls[name] = max(3, int(round_ms / max(fastest, 1e-3)) + 1)
+        calls[name] = max(3, int(options.round_ms / max(fastest, 1e-3)) + 1)
     samples: dict[str, list[float]] = {name: [] for name in functions}
-    for name in turns(list(functions), rounds):
+    for name in turns(list(functions), options.rounds):
         distributed.barrier()
         samples[name] += largest(_time_calls(functions[name], device.type, calls[name]), device).tolist()
     return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
@@ -42,11 +43,11 @@ def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, rounds: int, round_ms: float) -> list[dict]:
+def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, options: argparse.Namespace) -> list[dict]:
     """Return GB/s per direction of the busiest rank, which exchanges a tensor of this many MB with the others."""
-    num_bytes, peers = megabytes * 10**6, ranks.size - 1
-    width = 4096  # of a row, bfloat16
-    num_rows = num_bytes // (2 * width)
+    peers, width = ranks.size - 1, 4096  # of a row, bfloat16
+    row_bytes = 2 * width
+    num_rows = megabytes * 10**6 // row_bytes
 
     def rows(count: int) -> Tensor:
         return torch.zeros(count, width, dtype=torch.bfloat16, device=device)
@@ -63,8 +64,7 @@ def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, rounds: 
         "all_to_all/even": lambda: wait(ranks.all_to_all(everyones, even, even)),
         "all_to_all/zipf": lambda: wait(ranks.all_to_all(sent, skewed_in, skewed)),
     }
-    timings = time_together(functions, device, rounds=rounds, round_ms=round_ms)
-    row_bytes = 2 * width
+    timings = time_together(functions, device, options)
     moved = dict.fromkeys(functions, per_rank * peers * row_bytes) | {"all_to_all/zipf": skewed[0] * peers * row_bytes}
     return [
         {"collective": name, "processes": ranks.size, "mb": megabytes, **timing._asdict()}

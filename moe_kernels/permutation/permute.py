@@ -260,9 +260,7 @@ def combine_block(d_model: int) -> int:
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
 
-@registered_op("combine")
-def _combine_op(rows: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor) -> Tensor:
-    return launch_combine(rows, topk_weights, slot_to_row)
+_combine_op = registered_op("combine")(launch_combine)
 
 
 @_combine_op.register_fake
@@ -342,11 +340,6 @@ def _(dout, topk_weights, slot_to_row, num_rows):
     return dout.new_empty(num_rows, dout.shape[1])
 
 
-@registered_op("combine_dweights")
-def _combine_dweights_op(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Tensor:
-    return launch_slot_products(dout, rows, slot_to_row)
-
-
 def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] float32
     """Return the inner product of each slot's token in `dout` and its row, or 0 for a dropped slot."""
     num_tokens, top_k = slot_to_row.shape
@@ -367,6 +360,9 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
             BLOCK_D=min(next_power_of_2(max(d_model, 1)), 1024),
         )
     return dweights
+
+
+_combine_dweights_op = registered_op("combine_dweights")(launch_slot_products)
 
 
 @_combine_dweights_op.register_fake

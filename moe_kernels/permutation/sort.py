@@ -220,14 +220,9 @@ def _count_and_place(
 
 @_sort_op.register_fake
 def _empty_sort(topk_experts, num_experts, block_rows):
-    num_slots = topk_experts.numel()
-    table = empty_tile_table(topk_experts, num_slots, num_experts, block_rows)
-    return (
-        topk_experts.new_empty(num_experts),
-        torch.empty_like(topk_experts),
-        topk_experts.new_empty(num_slots),
-        *table[:4],
-    )
+    num_tokens, top_k = topk_experts.shape
+    shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
+    return tuple(topk_experts.new_empty(shape) for shape in shapes)
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])

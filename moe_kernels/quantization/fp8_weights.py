@@ -23,6 +23,8 @@ from .formats import FP8
 from .fp8_device import block_scales, encode_e4m3, largest_size
 from .kernels import INTERPRET
 
+Forms = tuple[QuantizedWeight | None, QuantizedWeight | None]  # a weight and its transpose; None: not requested
+
 
 def launch_quantize_weight(
     weight: Tensor,  # [E, out, in], any strides
@@ -30,9 +32,8 @@ def launch_quantize_weight(
     as_is: bool = True,
     transposed: bool = True,
     checksums: Tensor | None = None,  # [blocks] int64
-) -> tuple[QuantizedWeight | None, QuantizedWeight | None]:  # [E, out, in] and [E, in, out]
-    """Return the quantised weight and its transpose, or None in place of one that is not requested. Reads the weight
-    once.
+) -> Forms:  # [E, out, in] and [E, in, out]
+    """Return the quantised weight and its transpose. Reads the weight once.
 
     Args:
         checksums: memory that the same launch fills with the blocks' checksums.
@@ -51,20 +52,13 @@ def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
     return weight.new_empty(_num_blocks(weight), dtype=torch.int64)
 
 
-def launch_requantize(
-    weight: Tensor, forms: tuple[QuantizedWeight | None, QuantizedWeight | None], checksums: Tensor
-) -> None:
+def launch_requantize(weight: Tensor, forms: Forms, checksums: Tensor) -> None:
     """Quantise again, in place, the blocks of the weight whose checksums have changed. Write their checksums."""
     _launch(weight, forms, checksums, is_first=False)
 
 
-def quantize_experts(w_up: Tensor, w_down: Tensor, *, turned: bool = True) -> ScaledForms:
-    """Return the experts' weights in e4m3. With `turned`, also return their transposes."""
-    return scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in (w_up, w_down)))
-
-
-def scaled_forms(*of_weights: tuple[QuantizedWeight | None, QuantizedWeight | None]) -> ScaledForms:
-    """Join the quantised forms of w_up and of w_down. Each form is a weight and its transpose."""
+def scaled_forms(*of_weights: Forms) -> ScaledForms:
+    """Join the quantised forms of w_up and of w_down."""
     fields: dict[str, Tensor] = {}
     for name, (here, turned) in zip(("up", "down"), of_weights, strict=True):
         for suffix, form in (("", here), ("_turned", turned)):
@@ -84,13 +78,7 @@ def _empty_weight(weight: Tensor, size_out: int, size_in: int) -> QuantizedWeigh
     return QuantizedWeight(weight.new_empty(shape, dtype=torch.float8_e4m3fn), scales, FP8, shape)
 
 
-def _launch(
-    weight: Tensor,
-    forms: tuple[QuantizedWeight | None, QuantizedWeight | None],
-    checksums: Tensor | None,
-    *,
-    is_first: bool,
-) -> None:
+def _launch(weight: Tensor, forms: Forms, checksums: Tensor | None, *, is_first: bool) -> None:
     if weight.numel():
         pointers: list[Any] = []
         for form in forms:

@@ -46,9 +46,7 @@ def dequantize(
     return _dequantize_op(weight, dtype)
 
 
-@registered_op("dequantize_weight")
-def _dequantize_op(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    return launch_dequantize(weight, dtype)
+_dequantize_op = registered_op("dequantize_weight")(launch_dequantize)
 
 
 @_dequantize_op.register_fake
@@ -125,9 +123,7 @@ def unpack_rows(
     return reference_fp8.dequantize_blocks(values, scales, 1, reference_fp8.BLOCK, torch.float32).to(packed.dtype)
 
 
-@registered_op("pack_rows")
-def _pack_rows_op(rows: Tensor) -> Tensor:
-    return launch_pack_rows(rows)
+_pack_rows_op = registered_op("pack_rows")(launch_pack_rows)
 
 
 @_pack_rows_op.register_fake
@@ -135,9 +131,7 @@ def _(rows):
     return rows.new_empty(rows.shape[0], packed_width(rows.shape[1]) // rows.dtype.itemsize)
 
 
-@registered_op("unpack_rows")
-def _unpack_rows_op(packed: Tensor, num_columns: int) -> Tensor:
-    return launch_unpack_rows(packed, num_columns)
+_unpack_rows_op = registered_op("unpack_rows")(launch_unpack_rows)
 
 
 @_unpack_rows_op.register_fake

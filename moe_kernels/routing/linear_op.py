@@ -13,8 +13,7 @@ from torch import Tensor
 from ..runtime.dispatch import without_autocast
 from ..runtime.registered_ops import Call, registered_op
 from .linear import halves_dtype, router_gradients, router_logits
-from .scored import scored_backward_op
-from .scored_kernels import ScoreSettings, launch_forward
+from .scored import ScoreSettings, launch_forward, scored_backward_op
 from .softmax import launch_topk, topk_backward_op
 
 

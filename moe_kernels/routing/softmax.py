@@ -19,35 +19,6 @@ from .linear import store_gradient
 from .topk import choose_by_short_keys, choose_highest, key, ranked
 
 
-@registered_op("topk_routing")
-def topk_routing_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    return launch_topk(logits, top_k, normalize)
-
-
-@topk_routing_op.register_fake
-def _(logits, top_k, normalize):
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
-
-
-def _topk_setup(ctx, inputs, output):
-    logits, _, normalize = inputs
-    ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(None if normalize else logits, *output)
-
-
-def _topk_backward(ctx, dweights, _):
-    logits, topk_weights, topk_experts = ctx.saved_tensors
-    if dweights is None:
-        return None, None, None
-    dlogits = topk_backward_op(dweights, topk_weights, topk_experts, logits, None, ctx.num_experts, None)
-    return dlogits.to(ctx.dtype), None, None
-
-
-topk_routing_op.register_autograd(_topk_backward, setup_context=_topk_setup)
-
-
 def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     num_tokens, num_experts = logits.shape
     topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
@@ -73,6 +44,33 @@ def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Te
             num_warps=1,
         )
     return topk_weights, topk_experts
+
+
+topk_routing_op = registered_op("topk_routing")(launch_topk)
+
+
+@topk_routing_op.register_fake
+def _(logits, top_k, normalize):
+    shape = (logits.shape[0], top_k)
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+
+
+def _topk_setup(ctx, inputs, output):
+    logits, _, normalize = inputs
+    ctx.num_experts, ctx.dtype = logits.shape[1], logits.dtype
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(None if normalize else logits, *output)
+
+
+def _topk_backward(ctx, dweights, _):
+    logits, topk_weights, topk_experts = ctx.saved_tensors
+    if dweights is None:
+        return None, None, None
+    dlogits = topk_backward_op(dweights, topk_weights, topk_experts, logits, None, ctx.num_experts, None)
+    return dlogits.to(ctx.dtype), None, None
+
+
+topk_routing_op.register_autograd(_topk_backward, setup_context=_topk_setup)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -12,6 +12,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
+TILE_ROWS = 128  # tile height of a permutation's tile table
 _MOST_PROGRAMS = 256
 _BLOCK = 1024  # tokens times experts per step; larger steps spill registers
 
@@ -32,7 +33,6 @@ def add_routing_statistics(
     sums: Tensor,  # [6] float64
     forward: RoutedForward,
     num_experts: int,
-    tile_rows: int,
 ) -> None:
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
@@ -45,15 +45,13 @@ def add_routing_statistics(
     Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
     not checked.
     """
+    on_device_of(forward.logits, _launch, counts, sums, forward, num_experts)
+
+
+def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int) -> None:
     logits, keys = (rows if rows.stride(-1) == 1 else rows.contiguous() for rows in (forward.logits, forward.keys))
     choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
     token_mask = None if forward.token_mask is None else forward.token_mask.contiguous().view(torch.uint8)
-    forward = RoutedForward(logits, keys, choices, kept, token_mask, forward.aux_loss)
-    on_device_of(logits, _launch, counts, sums, forward, num_experts, tile_rows)
-
-
-def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int) -> None:
-    logits, keys, choices, kept, token_mask, aux_loss = forward
     (num_tokens, num_choices), top_k = logits.shape, choices.shape[1]
     block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)
@@ -84,7 +82,7 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
         (1,),
         part_counts,
         part_sums,
-        aux_loss,
+        forward.aux_loss,
         counts,
         sums,
         num_programs,
@@ -92,7 +90,7 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
         E=num_choices,
         NUM_EXPERTS=num_experts,
         NUM_COUNTS=part_counts.shape[1],
-        TILE_ROWS=tile_rows,
+        TILE_ROWS=TILE_ROWS,
         BLOCK_P=max(4 * _BLOCK // block_e, 1),
         BLOCK_E=block_e,
         num_warps=8,

@@ -30,7 +30,8 @@ def arguments_of(key: str, device: torch.device | str) -> Arguments:
         ValueError: the key does not have the form of an `Arguments.table_key`.
     """
     form, *words = key.split(" ")
-    fields = dict(word.split("=", 1) for word in words if "=" in word)
+    pairs = (word.split("=", 1) for word in words if "=" in word)
+    fields: dict[str, Any] = {name: int(value) if value.isdigit() else value for name, value in pairs}
     dtypes = [word for word in words if "=" not in word]
     if form not in _MAKERS or len(dtypes) != 1 or not isinstance(getattr(torch, dtypes[0], None), torch.dtype):
         raise ValueError(f"tuning: a key must name a form of GEMM and its dtype, got {key!r}")
@@ -63,87 +64,69 @@ class _Operands:
         return torch.randperm(num_rows, device=self.device).int()
 
 
-def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: str, K: str, N: str, rows: str):
-    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
-    options: dict[str, Any] = {"offsets": make.ends(num_groups, int(rows))}
+def _grouped_gemm(make: _Operands, *, B: str, gather: str, epilogue: str, G: int, K: int, N: int, rows: int):
+    options: dict[str, Any] = {"offsets": make.ends(G, rows)}
     if gather == "A":
-        options["row_to_token"] = make.index(num_rows)
+        options["row_to_token"] = make.index(G * rows)
     if epilogue != "none":
-        options |= {"epilogue": epilogue, "preactivation": make.empty(num_rows, size_n)}
+        options |= {"epilogue": epilogue, "preactivation": make.empty(G * rows, N)}
     return GroupedGemmArguments(
-        make.normal(num_rows, size_k),
-        make.matrix(num_groups, size_k, size_n, layout=B, scale=size_k**-0.5),
-        make.empty(num_rows, size_n // 2 if epilogue != "none" and is_gated(epilogue) else size_n),
+        make.normal(G * rows, K),
+        make.matrix(G, K, N, layout=B, scale=K**-0.5),
+        make.empty(G * rows, N // 2 if epilogue != "none" and is_gated(epilogue) else N),
         **options,
     )
 
 
-def _decoding_gemm(make: _Operands, *, weight: str, B: str, gather: str, G: str, K: str, N: str, rows: str):
-    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
-    shape = (num_groups, size_n, size_k) if B == "column" else (num_groups, size_k, size_n)
-    b = QuantizedMatrices(quantize(make.normal(*shape).mul_(size_k**-0.5), weight), B == "column")
-    table = empty_tile_table(ends := make.ends(num_groups, int(rows)), num_rows, num_groups, _BLOCK_ROWS)
+def _decoding_gemm(make: _Operands, *, weight: str, B: str, gather: str, G: int, K: int, N: int, rows: int):
+    shape = (G, N, K) if B == "column" else (G, K, N)
+    b = QuantizedMatrices(quantize(make.normal(*shape).mul_(K**-0.5), weight), B == "column")
+    table = empty_tile_table(ends := make.ends(G, rows), G * rows, G, _BLOCK_ROWS)
     if ends.device.type != "meta":
-        write_table(table, ends, num_rows)
-    return DecodingGemmArguments.of(
-        make.normal(num_rows, size_k),
-        b,
-        make.empty(num_rows, size_n),
-        row_to_token=make.index(num_rows) if gather == "A" else None,
-        tile_table=table,
-    )
+        write_table(table, ends, G * rows)
+    index = make.index(G * rows) if gather == "A" else None
+    a, out = make.normal(G * rows, K), make.empty(G * rows, N)
+    return DecodingGemmArguments.of(a, b, out, row_to_token=index, tile_table=table)
 
 
-def _block_scaled_gemm(make: _Operands, *, B: str, gather: str, G: str, K: str, N: str, rows: str):
-    num_groups, size_k, size_n, num_rows = int(G), int(K), int(N), int(G) * int(rows)
-    shape = (num_groups, size_n, size_k) if B == "column" else (num_groups, size_k, size_n)
-    b, scale_b = quantize_blocks(torch.randn(shape, device=make.device).mul_(size_k**-0.5), BLOCK, BLOCK)
-    a, scale_a = quantize_blocks(torch.randn(num_rows, size_k, device=make.device), 1, BLOCK)
+def _block_scaled_gemm(make: _Operands, *, B: str, gather: str, G: int, K: int, N: int, rows: int):
+    shape = (G, N, K) if B == "column" else (G, K, N)
+    b, scale_b = quantize_blocks(torch.randn(shape, device=make.device).mul_(K**-0.5), BLOCK, BLOCK)
+    a, scale_a = quantize_blocks(torch.randn(G * rows, K, device=make.device), 1, BLOCK)
     return BlockScaledGemmArguments(
         a,
         b.mT if B == "column" else b,
-        torch.empty(num_rows, size_n, dtype=torch.bfloat16, device=make.device),
+        torch.empty(G * rows, N, dtype=torch.bfloat16, device=make.device),
         scale_a.t().contiguous().t(),
         scale_b.mT if B == "column" else scale_b,
-        row_to_token=make.index(num_rows) if gather == "A" else None,
-        offsets=make.ends(num_groups, int(rows)),
+        row_to_token=make.index(G * rows) if gather == "A" else None,
+        offsets=make.ends(G, rows),
     )
 
 
-def _wgrad(make: _Operands, *, gather: str, G: str, K: str, N: str, rows: str):
-    num_groups, num_rows = int(G), int(G) * int(rows)
+def _wgrad(make: _Operands, *, gather: str, G: int, K: int, N: int, rows: int):
     names = {"A": "a_row_to_token", "dout": "dout_row_to_token"}
-    gathers: dict[str, Any] = {names[part]: make.index(num_rows) for part in gather.split("+") if part != "none"}
-    return WgradArguments(
-        make.normal(num_rows, int(K)),
-        make.normal(num_rows, int(N)),
-        make.empty(num_groups, int(K), int(N)),
-        offsets=make.ends(num_groups, int(rows)),
-        **gathers,
-    )
+    gathers: dict[str, Any] = {names[part]: make.index(G * rows) for part in gather.split("+") if part != "none"}
+    a, dout = make.normal(G * rows, K), make.normal(G * rows, N)
+    return WgradArguments(a, dout, make.empty(G, K, N), offsets=make.ends(G, rows), **gathers)
 
 
-def _jagged_gemm(make: _Operands, *, B: str, K: str, N: str, rows: str):
-    a, b = make.normal(int(rows), int(K)), make.matrix(int(K), int(N), layout=B, scale=int(K) ** -0.5)
+def _jagged_gemm(make: _Operands, *, B: str, K: int, N: int, rows: int):
+    a, b = make.normal(rows, K), make.matrix(K, N, layout=B, scale=K**-0.5)
     groups = torch.arange(_JAGGED_GROUPS + 1, dtype=torch.int32, device=make.device)
-    offsets = groups * int(rows) // _JAGGED_GROUPS
-    return JaggedGemmArguments(a, b, make.empty(int(rows), int(N)), offsets)
+    return JaggedGemmArguments(a, b, make.empty(rows, N), groups * rows // _JAGGED_GROUPS)
 
 
-def _gemm(make: _Operands, *, B: str, G: str, K: str, N: str, rows: str, epilogue: str | None = None):
-    b = make.matrix(int(G), int(K), int(N), layout=B, scale=int(K) ** -0.5)
-    a, out = make.normal(int(G), int(rows), int(K)), make.empty(int(G), int(rows), int(N))
-    return GemmArguments(a, b, out, epilogue=epilogue)
+def _gemm(make: _Operands, *, B: str, G: int, K: int, N: int, rows: int, epilogue: str | None = None):
+    b = make.matrix(G, K, N, layout=B, scale=K**-0.5)
+    return GemmArguments(make.normal(G, rows, K), b, make.empty(G, rows, N), epilogue=epilogue)
 
 
-def _list(make: _Operands, *, A: str, B: str, G: str, M: str, N: str, K: str, area: str, epilogue: str | None = None):
+def _list(make: _Operands, *, A: str, B: str, G: int, M: int, N: int, K: int, area: int, epilogue: str | None = None):
     """Return problems of the largest sizes that the key covers. Their total area may exceed that of the key."""
-    pairs = [
-        (make.matrix(int(M), int(K), layout=_of(A, g)), make.matrix(int(K), int(N), layout=_of(B, g)))
-        for g in range(int(G))
-    ]
-    a_list, b_list = zip(*pairs, strict=True)
-    out_list = [make.empty(int(M), int(N)) for _ in pairs]
+    a_list = [make.matrix(M, K, layout=_of(A, g)) for g in range(G)]
+    b_list = [make.matrix(K, N, layout=_of(B, g)) for g in range(G)]
+    out_list = [make.empty(M, N) for _ in range(G)]
     return GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
 
 

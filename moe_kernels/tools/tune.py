@@ -48,7 +48,7 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for round_number in range(_ROUNDS + 1):  # round 0 warms up
         for name, function in functions.items():
-            times = _times(function, 3 if round_number == 0 else _calls(samples[name]))
+            times = times_of_calls(function, 3 if round_number == 0 else _calls(samples[name]))
             samples[name] = times if round_number <= 1 else samples[name] + times
     return {name: statistics.median(times) for name, times in samples.items()}
 
@@ -56,16 +56,17 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Return the median milliseconds of CUDA graph replays. They contain no host time, like a function inside a longer
     computation."""
-    graphs = {name: _captured(function) for name, function in functions.items()}
+    graphs = {name: captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
 
-def _captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """Return a CUDA graph of the launches of `function`."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        graph.keeps = function()  # pyright: ignore[reportAttributeAccessIssue]  # keeps the graph's outputs alive
+        graph.keeps = function, function()  # pyright: ignore[reportAttributeAccessIssue]  # keeps the graph's tensors alive
     return graph
 
 
@@ -73,7 +74,8 @@ def _calls(times: list[float]) -> int:
     return max(3, int(_ROUND_MS / statistics.median(times)))
 
 
-def _times(function: Callable[[], object], num_calls: int) -> list[float]:
+def times_of_calls(function: Callable[[], object], num_calls: int) -> list[float]:
+    """Return the milliseconds of each call on the GPU."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
     events[0].record()
     for event in events[1:]:
@@ -183,8 +185,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
             yield kernel_entry(step.args, fastest)
         del step
         key = copies_key(layer.tokens, layer.w_up, case.d_ff, layer.num_rows)
-        measure = partial(fastest_copies, layer)
-        yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(measure())}))
+        yield Entry(key, lambda table: key in table.copies, lambda: Table({}, {key: list(fastest_copies(layer))}))
 
     return Job(_label(case), entries)
 

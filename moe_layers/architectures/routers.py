@@ -20,11 +20,10 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 def dbrx(config: ModelConfig) -> RouterSpec:
     """Read DBRX's router. If the power is null, which is not the default, weights are not normalised."""
-    values = config.nested("ffn_config").values
-    power = values.get("moe_normalize_expert_weights", 1.0)
-    if power is None:
+    config = config.nested("ffn_config")
+    if config.values.get("moe_normalize_expert_weights", 1.0) is None:
         return RouterSpec.softmax(normalize=False)
-    return RouterSpec.dbrx(config.nested("ffn_config").number("moe_normalize_expert_weights", default=1.0))
+    return RouterSpec.dbrx(config.number("moe_normalize_expert_weights", default=1.0))
 
 
 def _groups(config: ModelConfig) -> tuple[int, int]:

@@ -30,28 +30,23 @@ def _none(config: ModelConfig) -> None:
     return None
 
 
-def _gated(config: ModelConfig) -> Activation:
-    return Activation(_GATED[config.choice("hidden_act", tuple(_GATED), "silu")])
+def _activation(kinds: dict[str, str], field: str, default: str) -> Callable[[ModelConfig], Activation]:
+    return lambda config: Activation(kinds[config.choice(field, tuple(kinds), default)])
+
+
+_gated = _activation(_GATED, "hidden_act", "silu")
 
 
 def _dbrx_activation(config: ModelConfig) -> Activation:
     config = config.nested("ffn_config")
     if config.values.get("ffn_act_fn") is None:
         return Activation("swiglu")
-    return Activation(_GATED[config.nested("ffn_act_fn").choice("name", tuple(_GATED), "silu")])
-
-
-def _plain(field: str, default: str) -> Callable[[ModelConfig], Activation]:
-    return lambda config: Activation(_PLAIN[config.choice(field, tuple(_PLAIN), default)])
+    return _activation(_GATED, "name", "silu")(config.nested("ffn_act_fn"))
 
 
 def _gpt_oss_activation(config: ModelConfig) -> Activation:
     alpha, limit = config.number("swiglu_alpha", default=1.702), config.number("swiglu_limit", default=7.0)
     return Activation("gpt_oss", limit=limit, alpha=alpha)
-
-
-def _gemma_activation(config: ModelConfig) -> Activation:
-    return Activation(_GATED[config.choice("hidden_activation", tuple(_GATED), "gelu_pytorch_tanh")])
 
 
 def _clamped(config: ModelConfig) -> Activation:
@@ -184,7 +179,11 @@ _GLM4 = Architecture(routers.deepseek_v3, shared=_several_shared())
 _SCALED = replace(_GLM4, required=("routed_scaling_factor",))
 _DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
 _CLAMPED = replace(_SCALED, activation=_clamped)
-_GEMMA4 = Architecture(routers.gemma4, activation=_gemma_activation, separate_router_input=True)
+_GEMMA4 = Architecture(
+    routers.gemma4,
+    activation=_activation(_GATED, "hidden_activation", "gelu_pytorch_tanh"),
+    separate_router_input=True,
+)
 _LLAMA4 = Architecture(
     lambda config: RouterSpec.llama4(), d_ff="intermediate_size", shared=_shared("intermediate_size")
 )
@@ -247,7 +246,7 @@ ARCHITECTURES = {
     "mimo_v2_flash": Architecture(routers.deepseek_v3),
     "nemotron_h": Architecture(
         routers.deepseek_v3,
-        activation=_plain("mlp_hidden_act", "relu2"),
+        activation=_activation(_PLAIN, "mlp_hidden_act", "relu2"),
         shared=_shared("moe_shared_expert_intermediate_size"),
         latent="moe_latent_size",
     ),
@@ -291,7 +290,7 @@ ARCHITECTURES = {
     "switch_transformers": Architecture(
         routers.softmax(False),
         d_ff="d_ff",
-        activation=_plain("dense_act_fn", "relu"),
+        activation=_activation(_PLAIN, "dense_act_fn", "relu"),
         capacity="expert_capacity",
         top_k=1,
     ),

@@ -14,8 +14,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 from moe_kernels.reference import SCORES
 
 from ..checks import check_choice, is_dtensor
-from ..routing.model_routers import attached_routers, check_found, model_routers
+from ..routing.model_routers import check_found, model_routers
 from ..routing.result import LayerRouting
+from ..routing.router import TopKRouter
 from .losses import (
     COUNTS,
     global_load_balancing_loss,
@@ -127,7 +128,7 @@ def global_expert_counts(
     """
     own = routing.choices_per_expert
     if accumulated_counts is not None:
-        check_expert_counts("global_expert_counts", accumulated_counts, own)
+        _check_counts(accumulated_counts, own)
     check_group("global_expert_counts", group)
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
@@ -169,7 +170,7 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
             shorter than float32, forwards were not counted, `rate` is negative or not finite, or several ranks have no
             group.
     """
-    routers = [(router, bias) for router in model_routers(model) if (bias := router.selection_bias) is not None]
+    routers = [(each, bias) for each in model_routers(model).values() if (bias := each.selection_bias) is not None]
     if not routers:
         raise ValueError(
             "update_selection_bias: needs a router with a selection bias, as of RouterSpec.deepseek_v3(), got none"
@@ -177,8 +178,8 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
     if not (rate >= 0 and math.isfinite(rate)):
         raise ValueError(f"update_selection_bias: rate must be finite and not negative, got {rate}")
     check_group("update_selection_bias", group)
-    for router in attached_routers(model).values():
-        if router.selection_bias is not None:
+    for router, _ in routers:
+        if not isinstance(router, TopKRouter):
             router.require_counts("update_selection_bias")
     for router, bias in routers:
         _prepare_counts(router, bias)
@@ -215,7 +216,9 @@ def carry_expert_counts(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no MoE layer.
     """
-    for router in _routers("carry_expert_counts", model):
+    routers = model_routers(model).values()
+    check_found("carry_expert_counts", routers)
+    for router in routers:
         router.take_counts_to(router.weight.device)
         router.accumulated_counts = router.expert_counts.clone()
 
@@ -227,22 +230,18 @@ def reset_expert_counts(model: nn.Module) -> None:
     Raises:
         ValueError: the model has no MoE layer.
     """
-    for router in _routers("reset_expert_counts", model):
+    routers = model_routers(model).values()
+    check_found("reset_expert_counts", routers)
+    for router in routers:
         router.expert_counts.zero_()
         router.accumulated_counts = None
 
 
-def _routers(op: str, model: nn.Module) -> list[Any]:
-    routers = list(model_routers(model))
-    check_found(op, routers)
-    return routers
-
-
-def check_expert_counts(op: str, counts: Tensor, own: Tensor) -> None:
+def _check_counts(counts: Tensor, own: Tensor) -> None:
     """Raise ValueError unless `counts` are integers for the same experts on the same device."""
     if counts.shape != own.shape or counts.is_floating_point() or counts.device != own.device:
         raise ValueError(
-            f"{op}: accumulated_counts must be [E={len(own)}] integers on {own.device}, "
+            f"global_expert_counts: accumulated_counts must be [E={len(own)}] integers on {own.device}, "
             f"got {list(counts.shape)} {counts.dtype} on {counts.device}"
         )
 

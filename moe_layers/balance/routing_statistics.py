@@ -10,15 +10,13 @@ from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
 from moe_kernels.routing.routers import selection_keys
-from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
+from moe_kernels.routing.statistics import TILE_ROWS, RoutedForward, add_routing_statistics
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import is_in_backward
 
 from ..routing.model_routers import AttachedRouter
 from ..routing.result import spread_slots
 from ..routing.router import TopKRouter
-
-TILE_ROWS = 128  # tile height of a permutation's tile table
 
 
 class RoutingStatistics(NamedTuple):
@@ -178,17 +176,10 @@ def add_forward(
     forward = RoutedForward(logits, keys, choices, kept, token_mask, aux_loss)
     has_kernels = runs_kernels(implementation, logits) and runs_kernels(implementation, keys)
     add = add_routing_statistics if has_kernels else _add_in_plain_pytorch
-    add(counts, sums, forward, num_experts, TILE_ROWS)
+    add(counts, sums, forward, num_experts)
 
 
-@add_forward.register_fake
-def _(*args):
-    return None
-
-
-def _add_in_plain_pytorch(
-    counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int, tile_rows: int
-) -> None:
+def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int) -> None:
     """Compute `add_routing_statistics` in float64, on every device."""
     logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
@@ -200,7 +191,7 @@ def _add_in_plain_pytorch(
     assert slots is not None
     chosen = slots.sum(0)
     tokens = chosen if kept_slots is None else kept_slots.sum(0)
-    wasted = (-tokens[:num_experts] % tile_rows).sum()[None]
+    wasted = (-tokens[:num_experts] % TILE_ROWS).sum()[None]
     scalars = [chosen.new_ones(1), is_token.sum()[None], chosen.new_full((1,), num_tokens), wasted]
     counts += torch.cat([tokens, chosen, *scalars])
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1)  # [T]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,27 +13,14 @@ from ..routing.slots import Slots
 from .grouped import ExpertRows, GroupedExperts
 
 
-class Pending(Protocol):
-    """The outputs of the experts, which may still be in flight."""
+class Pending(NamedTuple):
+    """The outputs of the experts, which may still be in flight.
 
-    @property
-    def offsets(self) -> Tensor:  # [num_experts] int32
-        """Return the exclusive end row of each expert, with the slots of this rank's tokens in expert order."""
-        ...
+    `wait` returns the outputs [T, D] for use on the current stream. The host does not wait for the GPU.
+    """
 
-    def wait(self) -> Tensor:  # [T, D]
-        """Return the outputs for use on the current stream. The host does not wait for the GPU."""
-        ...
-
-
-class Finished(NamedTuple):
-    """Outputs that need no wait."""
-
-    out: Tensor  # [T, D]
-    offsets: Tensor
-
-    def wait(self) -> Tensor:
-        return self.out
+    offsets: Tensor  # [E] int32: exclusive end row of each expert, with the slots of this rank's tokens in expert order
+    wait: Callable[[], Tensor]
 
 
 class LocalDispatcher:
@@ -61,4 +49,4 @@ class LocalDispatcher:
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
         """Start to send the experts' outputs back to their tokens."""
         assert rows.offsets is not None
-        return Finished(out, rows.offsets)
+        return Pending(rows.offsets, lambda: out)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,13 +37,8 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-
-class ChunkPlan(Protocol):
-    """Computes the experts' outputs chunk by chunk, while other chunks are in flight."""
-
-    def __call__(
-        self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
-    ) -> Tensor: ...
+# Computes the outputs for tokens and routing weights chunk by chunk, while other chunks are in flight.
+ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
 class ExpertRows(NamedTuple):
@@ -63,16 +58,7 @@ class ExpertRows(NamedTuple):
 class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
-    Args:
-        activation: a name (default "swiglu") or an `Activation`. A gated activation makes the experts gated.
-        bias: whether both projections have a bias.
-        weight_on_input: whether the routing weight multiplies the expert's input instead of its output.
-        recompute: "up" saves no pre-activations for backward, which costs one more GEMM there. Default None saves them.
-        batch_invariant: whether a token's output and gradient do not depend on the other tokens, bit for bit.
-        precision: "fp8" multiplies e4m3 operands, see `fused_experts`; None, the default, multiplies operands in the
-            dtype of the parameters.
-        init_std: initial standard deviation of the weights.
-        implementation: "triton", "reference", or None to choose by device.
+    `MoEConfig`, `RouterSpec` and `MoEFeedForward` describe the arguments of the same names.
 
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from moe_kernels.quantization.fp8_weights import (
+    Forms,
     empty_checksums,
     launch_quantize_weight,
     launch_requantize,
@@ -27,7 +28,7 @@ from moe_kernels.quantization.fp8_weights import (
 )
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import functorch_is_active, unseen_by_modes
-from moe_kernels.types import QuantizedWeight, ScaledForms
+from moe_kernels.types import ScaledForms
 
 
 class _Kept(NamedTuple):
@@ -39,7 +40,7 @@ class _Kept(NamedTuple):
     parameter: weakref.ref[Tensor]
     storage: StorageWeakRef
     facts: tuple[Any, ...]
-    forms: tuple[QuantizedWeight | None, QuantizedWeight | None]
+    forms: Forms
     checksums: Tensor  # one per block of the weight
 
     def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:

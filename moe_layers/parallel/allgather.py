@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from moe_kernels import Permutation, sort_by_expert
-from moe_kernels.runtime.pytorch import disable_dynamo
 
 from ..checks import first_three
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
 from ..routing.slots import Slots
-from .collectives import AsyncCollective, check_on_device, wait
+from .collectives import check_on_device, wait
 from .rank_dispatcher import (
     GRADIENTS,
     Chunk,
@@ -56,7 +54,14 @@ class AllGatherDispatcher(RankDispatcher):
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [P * T, D]: sums over local experts
         assert rows.offsets is not None
-        return _Scattering(self.ranks.scattering(out), rows.offsets, is_only=self.chunks == 1)
+        scattering = self.ranks.scattering(out)
+
+        def arrive() -> Tensor:  # [T, D]
+            # A single chunk's output is copied: the caller may change it, but a checkpointed region may keep the
+            # original. Several are concatenated, which copies.
+            return scattering.wait().clone() if self.chunks == 1 else scattering.wait()
+
+        return Pending(rows.offsets, arrive)
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
@@ -111,15 +116,13 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
     padding. The host synchronises to read the longest rank's number of tokens before any token is sent.
     """
 
-    @disable_dynamo
-    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Pending:  # tokens [T, D]
-        num_tokens = len(tokens)
-        missing = self._longest(tokens, slots, experts) - num_tokens
+    def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
+        missing = self._longest(tokens, slots, experts) - len(tokens)
         if missing:
             tokens, weights = (functional.pad(part, (0, 0, 0, missing)) for part in (tokens, slots.topk_weights))
             choice = functional.pad(slots.topk_experts, (0, 0, 0, missing), value=-1)
             slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # logits are not read
-        return _WithoutPadding(super().run(tokens, slots, experts), num_tokens)
+        return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
         """Return the largest number of tokens of a rank. Raise ValueError if ranks disagree in other numbers."""
@@ -137,33 +140,6 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[None, list[Tensor]]:
         return None, _slot_offsets(chunks, experts)
-
-
-class _WithoutPadding(NamedTuple):
-    """Outputs in flight. The first `num_tokens` are this rank's, the rest is padding."""
-
-    pending: Pending
-    num_tokens: int
-
-    @property
-    def offsets(self) -> Tensor:
-        return self.pending.offsets
-
-    def wait(self) -> Tensor:  # [T, D]
-        return self.pending.wait()[: self.num_tokens]
-
-
-class _Scattering(NamedTuple):
-    """A chunk's outputs in flight."""
-
-    collective: AsyncCollective
-    offsets: Tensor
-    is_only: bool  # whether it is the only chunk; several are concatenated, which copies
-
-    def wait(self) -> Tensor:  # [T, D]
-        # A single chunk's output is copied: the caller may change it, but a checkpointed region may keep the original.
-        out = self.collective.wait()
-        return out.clone() if self.is_only else out
 
 
 def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from moe_kernels import Permutation, combine, permute, sort_by_expert
 
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..routing.slots import Slots
+from ..routing.slots import Slots, differences
 from .collectives import AsyncCollective, check_on_device, wait
 from .rank_dispatcher import GRADIENTS, Chunk, ExpertsOfRank, RankDispatcher, gradients_needed, packing_of, row_bytes
 
@@ -61,14 +61,15 @@ class AllToAllDispatcher(RankDispatcher):
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:  # out [R, D]
         assert rows.offsets is not None
-        returning = self.ranks.exchanging(out, rows.route.sent, rows.route.received)
-        return _Returning(returning, rows.offsets, rows.route)
+        route, options = rows.route, {"implementation": rows.route.implementation}
+        returning = self.ranks.exchanging(out, route.sent, route.received)
+        return Pending(rows.offsets, lambda: combine(returning.wait(), None, route.slot_to_row, **options))
 
     def _sort(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> _Outgoing:
         order = sort_by_expert(
             slots.topk_experts.reshape(-1, 1), experts.num_experts, implementation=experts.implementation
         )
-        counts = torch.diff(order.offsets, prepend=order.offsets.new_zeros(1)).view(self.ranks.size, -1)
+        counts = differences(order.offsets).view(self.ranks.size, -1)
         capacity = None
         if self.max_rows_factor is not None:
             capacity = math.ceil(self.max_rows_factor * self.num_slots(slots) / self.ranks.size)
@@ -134,17 +135,6 @@ class AllToAllDispatcher(RankDispatcher):
         rows = permute(chunk.tokens, by_token, implementation=route.implementation)
         sent, received, packing = route.sent, route.received, packing_of(chunk.tokens, experts)
         return self.ranks.exchanging(weights, received, sent), self.ranks.exchanging(rows, received, sent, packing)
-
-
-class _Returning(NamedTuple):
-    """A chunk's outputs in flight."""
-
-    collective: AsyncCollective
-    offsets: Tensor
-    route: _Route
-
-    def wait(self) -> Tensor:  # [T, D]
-        return combine(self.collective.wait(), None, self.route.slot_to_row, implementation=self.route.implementation)
 
 
 def _exact_route(

@@ -116,14 +116,10 @@ class ExpertParallel(ParallelStyle):
             check_overlaps(experts)
         if self.src_data_rank is not None:
             _broadcast_replicated(module, device_mesh, self.src_data_rank)
-        replicated = {
-            f"lora.{adapter_name}.{factor}"
-            for adapter_name, adapter in (experts.lora or {}).items()
-            for factor, _ in adapter.named_parameters()
-            if isinstance(adapter, ExpertLoRA) and adapter.is_shared(factor)
-        }
         for name, parameter in list(experts.named_parameters()):
-            if name in replicated:
+            owner, _, factor = name.rpartition(".")
+            adapter = experts.get_submodule(owner)
+            if isinstance(adapter, ExpertLoRA) and adapter.is_shared(factor):
                 tensor = distribute_tensor(
                     parameter.detach(), device_mesh, [Replicate()], src_data_rank=self.src_data_rank
                 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,23 +60,12 @@ class OverlappedDispatcher(AllGatherDispatcher):
         transport = self.transport(self.ranks, tokens.device)
         plan = _Plan(self.ranks, transport, slots.topk_experts, lengths, bounds, experts)
         out = experts(ExpertRows(tokens, slots.topk_weights, None, plan=plan))
-        yield _Overlapping(out, reduce(torch.add, offsets), plan)
+        yield Pending(reduce(torch.add, offsets), partial(plan.wait, out))
 
     def lengths(self, num_tokens: int) -> list[int]:
         shares = 3 * self.chunks - 2
         ends = [num_tokens * (3 * chunk + 1) // shares for chunk in range(self.chunks)]
         return [end - start for start, end in pairwise([0, *ends])]
-
-
-class _Overlapping(NamedTuple):
-    """The outputs of all chunks, in flight."""
-
-    out: Tensor  # [T, D], written by `wait`
-    offsets: Tensor
-    plan: _Plan
-
-    def wait(self) -> Tensor:
-        return self.plan.wait(self.out)
 
 
 def check_overlaps(experts: ExpertsOfRank) -> None:
@@ -131,7 +120,7 @@ class _Plan:
         with torch.no_grad(), torch.cuda.device_of(out):
             parts = out.detach().split(self.lengths)
             for part, columns, scattering in self.scatterings:
-                scattering.wait(parts[part][:, columns])
+                scattering(parts[part][:, columns])
         self.scatterings = []
         return out
 
@@ -258,4 +247,4 @@ def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
     """Wait for each part, and write it to `out`."""
     for scattering, part in zip(scatterings, () if out is None else out.split(lengths), strict=True):
-        scattering.wait(part)
+        scattering(part)

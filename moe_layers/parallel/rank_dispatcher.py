@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class ExpertsOfRank(Protocol):
     def __call__(self, rows: ExpertRows) -> Tensor: ...
 
 
+@dataclass(eq=False)
 class RankDispatcher(ABC):
     """Sends tokens to the ranks of their experts, and sends the outputs back.
 
@@ -58,27 +60,19 @@ class RankDispatcher(ABC):
         name: name of the layer in errors.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        max_rows_factor: float | None = None,
-        chunks: int = 1,
-        gradient_scale: float = 1.0,
-        name: str = "ExpertParallel",
-    ):
-        self.ranks = ranks
-        self.name = name
-        self.max_rows_factor = max_rows_factor
-        self.chunks = chunks
-        self.gradient_scale = gradient_scale
+    ranks: Ranks
+    _: KW_ONLY
+    max_rows_factor: float | None = None
+    chunks: int = 1
+    gradient_scale: float = 1.0
+    name: str = "ExpertParallel"
 
     @disable_dynamo
-    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Pending:  # tokens [T, D]
+    def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> PendingChunks:  # tokens [T, D]
         """Dispatch each chunk, compute it, and start to combine it."""
         tokens = scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
-        return PendingChunks(list(self.pending(tokens, slots, experts)), self.gradient_scale)
+        return PendingChunks(list(self.pending(tokens, slots, experts)), len(tokens), self.gradient_scale)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
         """Yield the outputs of each chunk, in flight."""
@@ -151,17 +145,19 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
 
 
 class PendingChunks:
-    """The outputs of all chunks, in flight."""
+    """The outputs of all chunks, in flight. A class, because compiled code would guard each call's function `wait`."""
 
-    def __init__(self, chunks: list[Pending], gradient_scale: float):
+    def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks
+        self.num_tokens = num_tokens
         self.gradient_scale = gradient_scale
         self.offsets = reduce(torch.add, [chunk.offsets for chunk in chunks])
 
     @disable_dynamo
     def wait(self) -> Tensor:  # [T, D]
         parts = [chunk.wait() for chunk in self.chunks]
-        return scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+        out = scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
+        return out if len(out) == self.num_tokens else out[: self.num_tokens]  # without padding
 
 
 def scale_gradient(tensor: Tensor, scale: float) -> Tensor:

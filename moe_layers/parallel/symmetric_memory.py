@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,22 +28,18 @@ from .collectives import Ranks, wait
 # on earlier calls, so `unseen_by_modes` hides them from all modes.
 
 
-class Gathering(ABC):
-    """A gather of all ranks' tensors. `whole` holds part after part, and within each part rank after rank."""
+class Gathering(NamedTuple):
+    """A gather in flight of all ranks' [N, ...], in parts.
 
-    whole: Tensor  # [P * N, ...]
+    `wait` returns a part of `whole`, ready for use on the current stream. Call it for each part in order.
+    """
 
-    @abstractmethod
-    def wait(self, part: int) -> Tensor:  # [P * n, ...]
-        """Return this part of `whole`, ready for use on the current stream. Call the method for each part in order."""
+    whole: Tensor  # [P * N, ...]: part after part, and within each part rank after rank
+    wait: Callable[[int], Tensor]  # [P * n, ...]
 
 
-class Scattering(ABC):
-    """A reduction of all ranks' tensors."""
-
-    @abstractmethod
-    def wait(self, out: Tensor) -> None:  # [n, ...]
-        """Write this rank's part of the sum to `out`. Call the method once."""
+# A reduction in flight: waits for this rank's part of the sum and writes it to a tensor [n, ...]. Called once.
+Scattering = Callable[[Tensor], object]
 
 
 class Transport(ABC):
@@ -72,28 +68,13 @@ class CollectiveTransport(Transport):
         pass
 
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
-        return _CollectiveGathering(self.ranks, tensor, lengths)
+        whole, parts = _empty_parts(self.ranks.size, tensor, lengths)
+        under_way = [self.ranks.all_gather(part) for part in tensor.split(lengths)]
+        return Gathering(whole, lambda part: parts[part].copy_(wait(under_way[part])))
 
     def scatter(self, shares: Tensor) -> Scattering:
-        return _CollectiveScattering(self.ranks, shares)
-
-
-class _CollectiveGathering(Gathering):
-    def __init__(self, ranks: Ranks, tensor: Tensor, lengths: list[int]):
-        self.whole = tensor.new_empty(ranks.size * len(tensor), *tensor.shape[1:])
-        self._parts = self.whole.split([ranks.size * length for length in lengths])
-        self._under_way = [ranks.all_gather(part) for part in tensor.split(lengths)]
-
-    def wait(self, part: int) -> Tensor:
-        return self._parts[part].copy_(wait(self._under_way[part]))
-
-
-class _CollectiveScattering(Scattering):
-    def __init__(self, ranks: Ranks, shares: Tensor):
-        self._under_way = ranks.reduce_scatter(shares)
-
-    def wait(self, out: Tensor) -> None:
-        out.copy_(wait(self._under_way))
+        under_way = self.ranks.reduce_scatter(shares)
+        return lambda out: out.copy_(wait(under_way))
 
 
 class PeerCopies(Transport):
@@ -163,7 +144,30 @@ class PeerCopies(Transport):
         self._user = user
 
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
-        return _CopiedGathering(self, tensor, lengths)
+        whole, parts = _empty_parts(self.size, tensor, lengths)
+        self.under_way.add(whole)
+        buffers = self.buffers(tensor.shape, tensor.dtype)
+        buffers[self.rank].copy_(tensor)
+        places = [_by_rank(part, self.size) for part in parts]
+        sources = [buffer.split(lengths) for buffer in buffers]
+        events = []
+        with self.on_copy_stream():
+            self.barrier()
+            for part, place in enumerate(places):
+                for peer in self.others():
+                    place[peer].copy_(sources[peer][part])
+                events.append(self.stream.record_event())
+            self.end()
+        for place, own in zip(places, tensor.split(lengths), strict=True):
+            place[self.rank].copy_(own)  # copied while the other ranks' copies are in flight
+
+        def arrive(part: int) -> Tensor:
+            self.wait(events[part])
+            if part == len(parts) - 1:
+                self.under_way.discard(whole)
+            return parts[part]
+
+        return Gathering(whole, arrive)
 
     def scatter(self, shares: Tensor) -> Scattering:
         return _CopiedScattering(self, shares)
@@ -228,35 +232,13 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
     return tensor.view(size, len(tensor) // size, *tensor.shape[1:])
 
 
-class _CopiedGathering(Gathering):
-    def __init__(self, copies: PeerCopies, tensor: Tensor, lengths: list[int]):
-        self._copies = copies
-        copies.under_way.add(self)
-        self.whole = tensor.new_empty(copies.size * len(tensor), *tensor.shape[1:])
-        buffers = copies.buffers(tensor.shape, tensor.dtype)
-        buffers[copies.rank].copy_(tensor)
-        self._parts = self.whole.split([copies.size * length for length in lengths])
-        places = [_by_rank(part, copies.size) for part in self._parts]
-        sources = [buffer.split(lengths) for buffer in buffers]
-        self._events = []
-        with copies.on_copy_stream():
-            copies.barrier()
-            for part, place in enumerate(places):
-                for peer in copies.others():
-                    place[peer].copy_(sources[peer][part])
-                self._events.append(copies.stream.record_event())
-            copies.end()
-        for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[copies.rank].copy_(own)  # copied while the other ranks' copies are in flight
-
-    def wait(self, part: int) -> Tensor:
-        self._copies.wait(self._events[part])
-        if part == len(self._parts) - 1:
-            self._copies.under_way.discard(self)
-        return self._parts[part]
+def _empty_parts(size: int, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return unwritten memory for all ranks' tensors, and its parts."""
+    whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
+    return whole, whole.split([size * length for length in lengths])
 
 
-class _CopiedScattering(Scattering):
+class _CopiedScattering:
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
@@ -269,7 +251,7 @@ class _CopiedScattering(Scattering):
                 buffers[peer][copies.rank].copy_(self._shares[peer])
             self._event = copies.end()
 
-    def wait(self, out: Tensor) -> None:
+    def __call__(self, out: Tensor) -> None:
         if self._copies.num_begun != self._number:
             raise RuntimeError(
                 "ExpertParallel: outputs in flight were lost, because another layer with the overlapped dispatcher "

@@ -51,11 +51,6 @@ def add_once(total: Tensor, amount: Tensor) -> None:
         total.add_(amount)
 
 
-@add_once.register_fake
-def _(total, amount):
-    return None
-
-
 @torch.library.custom_op("moe_layers::replayed_choice", mutates_args=())
 def replayed_choice(
     topk_experts: Tensor,  # [T, K] int32

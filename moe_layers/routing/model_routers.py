@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
@@ -84,9 +84,7 @@ def check_found(op: str, found: Collection[object]) -> None:
         raise ValueError(f"{op}: the model must have a MoEFeedForward or MoE blocks of transformers, got none")
 
 
-def model_routers(model: nn.Module) -> Iterator[TopKRouter | AttachedRouter]:
-    """Yield all routers of a model: this package's and attached ones."""
-    for module in model.modules():
-        if isinstance(module, TopKRouter):
-            yield module
-    yield from attached_routers(model).values()
+def model_routers(model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
+    """Return all routers of a model: this package's by their name, and attached ones."""
+    own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
+    return own | attached_routers(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from moe_kernels.runtime.pytorch import assert_on_device, is_in_backward
 
 from ..checks import first_three
 from .activation_checkpointing import replayed_choice
-from .model_routers import AttachedRouter, ReplayedChoice, attached_routers
+from .model_routers import AttachedRouter, ReplayedChoice, model_routers
 from .rollouts import choices_of_rollouts
 from .router import TopKRouter, watches_choice
 
@@ -107,15 +108,11 @@ class RoutingReplay:
             ValueError: `model` has no router, or no router ran.
         """
         routers = _routers("capture", model)
-        captured = 0
+        captured = []  # names
 
-        def adder(name: str) -> Callable[[Tensor], None]:
-            def add(choice: Tensor) -> None:
-                nonlocal captured
-                self.choices.setdefault(name, []).append(choice)
-                captured += 1
-
-            return add
+        def add_to(name: str, choice: Tensor) -> None:
+            self.choices.setdefault(name, []).append(choice)
+            captured.append(name)
 
         def hook(add: Callable[[Tensor], None]):
             return watches_choice(lambda _, inputs, routed: None if is_in_backward() else add(routed.topk_experts))
@@ -123,9 +120,9 @@ class RoutingReplay:
         with ExitStack() as stack:
             for name, router in routers.items():
                 if isinstance(router, TopKRouter):
-                    stack.callback(router.register_forward_hook(hook(adder(name))).remove)
+                    stack.callback(router.register_forward_hook(hook(partial(add_to, name))).remove)
                 else:
-                    stack.enter_context(router.captures(adder(name)))
+                    stack.enter_context(router.captures(partial(add_to, name)))
             yield
         if not captured:
             names = first_three(map(repr, routers))
@@ -245,8 +242,7 @@ def _check_choices(op: str, name: str, router: TopKRouter | AttachedRouter, choi
 
 
 def _routers(op: str, model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
-    routers = own | attached_routers(model)
+    routers = model_routers(model)
     if not routers:
         raise ValueError(
             f"RoutingReplay.{op}: the model must have a TopKRouter or MoE blocks of transformers, got none"

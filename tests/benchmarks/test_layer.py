@@ -103,20 +103,20 @@ def tasks(names, ran):
 
 def test_results_are_written_one_by_one_and_resumed(tmp_path):
     path, ran = tmp_path / "new" / "results.json", []
-    measured = ResultsFile.of(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran))
+    measured = ResultsFile(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran))
     assert next(measured) == [{"name": "a", "value": 1.0}]
     assert json.loads(path.read_text()) == [{"name": "a", "value": 1.0, "commit": "abc"}]
-    assert len(list(ResultsFile.of(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran)))) == 2
+    assert len(list(ResultsFile(options(path), lambda: {"commit": "abc"}).measure(tasks("abc", ran)))) == 2
     assert ran == ["a", "b", "c"] == [row["name"] for row in json.loads(path.read_text())]
     with pytest.raises(SystemExit, match=r"must be of def, got \['abc'\]"):
-        ResultsFile.of(options(path, commit="def"), dict)
-    assert ResultsFile.of(options(path, commit="def", resume=False), dict).rows == []
+        ResultsFile(options(path, commit="def"), dict)
+    assert ResultsFile(options(path, commit="def", resume=False), dict).rows == []
 
 
 def test_time_limit_counts_the_longest_measurement(monkeypatch, capsys):
     times = iter([0, 0, 30, 30, 35, 65, 99])  # start; begin and end of "a" and "b"; begin of "c" and of "d"
     monkeypatch.setattr(results_file.time, "monotonic", lambda: next(times))
-    file, ran = ResultsFile.of(options(None, time_limit_s=90), dict), []
+    file, ran = ResultsFile(options(None, time_limit_s=90), dict), []
     assert len(list(file.measure(tasks("abcd", ran)))) == 2 and ran == ["a", "b"]
     assert "stopped after 65 s" in capsys.readouterr().out
 

@@ -167,7 +167,7 @@ def run_ops() -> None:
     logits, mask = torch.randn(37, 12, device=DEVICE), torch.ones(37, dtype=torch.bool, device=DEVICE)
     totals = (torch.zeros(28, dtype=torch.int64, device=DEVICE), torch.zeros(6, dtype=torch.float64, device=DEVICE))
     forward = RoutedForward(logits, logits, topk_experts, topk_experts, mask, logits[0, 0])
-    add_routing_statistics(*totals, forward, 12, 128)
+    add_routing_statistics(*totals, forward, 12)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -32,9 +32,8 @@ from moe_kernels.quantization.fp8_rows import (
 from moe_kernels.quantization.fp8_weights import empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.quantization.kernels import launch_dequantize
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.routing.linear_kernels import launch_product, launch_weight_gradient
-from moe_kernels.routing.scored import score_settings
-from moe_kernels.routing.scored_kernels import launch_backward, launch_forward
+from moe_kernels.routing.linear import launch_product, launch_weight_gradient
+from moe_kernels.routing.scored import launch_backward, launch_forward, score_settings
 from moe_kernels.routing.statistics import RoutedForward, add_routing_statistics
 from moe_kernels.runtime.row_layout import empty_rows
 from moe_kernels.specs import ACTIVATION_KINDS
@@ -54,7 +53,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
     totals = torch.empty(2 * num_experts + 4, dtype=torch.int64), torch.empty(6, dtype=torch.float64)
     is_token, loss = torch.empty(num_tokens, dtype=torch.bool), torch.empty(())
     forward = RoutedForward(logits, logits, routed[1], routed[1], is_token, loss)
-    add_routing_statistics(*totals, forward, num_experts, 128)
+    add_routing_statistics(*totals, forward, num_experts)
     permutation = mk.sort_by_expert(routed[1], num_experts, implementation="triton")
     mk.gemm.tile_table.make_tile_table(permutation.offsets, num_tokens * top_k, 128)
     tokens = torch.empty(num_tokens, d_model, dtype=dtype)

@@ -157,10 +157,14 @@ def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
     """Return one adapter that equals the sum of these. It concatenates the ranks and multiplies scales into `b`."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
-    up = [(a, b * part.scale) for part in adapters if (a := part.up_a) is not None and (b := part.up_b) is not None]
-    given = [(part.down_a, part.down_b, part.scale) for part in adapters]
-    down = [(a, b * scale) for a, b, scale in given if a is not None and b is not None]
+    up, down = ([pair for part in adapters if (pair := scaled_factors(part, target))] for target in TARGETS)
     return ExpertAdapters(*_concatenated(up), *_concatenated(down))
+
+
+def scaled_factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] | None:
+    """Return a and scale * b of a projection, or None without them."""
+    a, b = getattr(adapter, f"{projection}_a"), getattr(adapter, f"{projection}_b")
+    return None if a is None else (a, b * adapter.scale)
 
 
 def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Tensor | None]:
@@ -194,7 +198,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
     """
     check_kind("add_lora", "lora", lora, LoRA)
-    experts = experts_of(layer)
+    experts: Any = layer.experts  # `GroupedExperts`, whose class imports this module
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
     taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged adapters
@@ -228,7 +232,7 @@ def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
     Raises:
         ValueError: there is no adapter of a name.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     chosen = known_names("set_lora", experts, names)
     for name, adapter in (experts.lora or {}).items():
         adapter.is_active = name in chosen
@@ -240,18 +244,13 @@ def remove_lora(layer: nn.Module, names: str | Sequence[str] | None = None) -> N
     Raises:
         ValueError: there is no adapter of a name, or `fully_shard` was applied.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     check_before_fully_shard("remove_lora", experts)
     for name in known_names("remove_lora", experts, list(experts.lora or {}) if names is None else names):
         del experts.lora[name]
     if not experts.lora:
         del experts.lora  # first, because a module's attribute that is set to None stays listed among its parts
         experts.lora = None
-
-
-def experts_of(layer: nn.Module) -> Any:
-    """Return the layer's `GroupedExperts`. Their class imports this module."""
-    return layer.experts
 
 
 def check_before_fully_shard(op: str, experts: Any) -> None:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moe_kernels import Activation, ExpertAdapters, Permutation, apply_activation, combine, grouped_gemm, permute
+from moe_kernels import Activation, Permutation, apply_activation, combine, grouped_gemm, permute
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import ExpertWeights, QuantizedWeight, Weight
 
-from .adapters import ActiveAdapter
+from .adapters import TARGETS, ActiveAdapter, scaled_factors
 
 
 def compute_with_dropout(
@@ -40,17 +40,11 @@ def compute_with_dropout(
     if weight_on_input:
         row_weights = _row_weights(topk_weights, permutation)
         rows = (rows.to(row_weights.dtype) * row_weights[:, None]).to(rows.dtype)
-    up = [(_factors(part, "up"), dropout) for part, dropout in adapters]
-    down = [(_factors(part, "down"), dropout) for part, dropout in adapters]
+    up, down = ([(scaled_factors(part, target), rate) for part, rate in adapters] for target in TARGETS)
     preactivation = _adapted_product(rows, weights.w_up, weights.b_up, up, offsets, **options)  # [R, 2F] or [R, F]
     activated = apply_activation(preactivation, activation, **options)  # [R, F]
     out = _adapted_product(activated, weights.w_down, weights.b_down, down, offsets, **options)  # [R, D]
     return combine(out, None if weight_on_input else topk_weights, permutation.slot_to_row, **options)
-
-
-def _factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] | None:
-    a, b = getattr(adapter, f"{projection}_a"), getattr(adapter, f"{projection}_b")
-    return None if a is None else (a, b * adapter.scale)
 
 
 def _row_weights(topk_weights: Tensor, permutation: Permutation) -> Tensor:  # [R]

@@ -19,7 +19,6 @@ from .adapters import (
     TARGETS,
     ExpertLoRA,
     check_before_fully_shard,
-    experts_of,
     factors_of,
     joined,
     known_names,
@@ -65,7 +64,7 @@ def merge_lora(
         ValueError: there is no adapter, or none of a name; `fully_shard` was applied; `requantize` is set with plain
             weights; or less than `least_kept` survives. Nothing is changed then.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     check_before_fully_shard("merge_lora", experts)
     names = _names_to_merge(experts, names)
     _check_format(experts, requantize)
@@ -116,15 +115,11 @@ def _check_format(experts: Any, requantize: bool) -> None:
         raise ValueError("merge_lora: requantize needs quantised weights, got plain ones")
 
 
-def _weight(experts: Any, projection: str) -> nn.Parameter | QuantizedExperts:
-    return getattr(experts, f"w_{projection}")
-
-
 def _merged_quantized(
     experts: Any, projection: str, merged: ExpertAdapters, requantize: bool
 ) -> tuple[nn.Parameter | QuantizedExperts, float]:
     """Return the merged weight, and with `requantize` the share of the change that survived."""
-    base = _weight(experts, projection)
+    base = getattr(experts, f"w_{projection}")
     assert isinstance(base, QuantizedExperts)
     if not requantize:
         weight = base.dequantize()
@@ -145,7 +140,7 @@ def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerg
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:
-            weight = _weight(experts, projection)
+            weight = getattr(experts, f"w_{projection}")
             if isinstance(weight, QuantizedExperts):
                 kept.weights[projection] = copy.deepcopy(weight).cpu()
             else:
@@ -161,14 +156,14 @@ def unmerge_lora(layer: nn.Module) -> None:
     Raises:
         ValueError: the last merge kept no base, or the experts were sharded after it.
     """
-    experts = experts_of(layer)
+    experts: Any = layer.experts
     if experts.unmerged is None:
         raise ValueError("unmerge_lora: adapters must have been merged by merge_lora(keep_base=True)")
     check_before_fully_shard("unmerge_lora", experts)
     bases = experts.unmerged.weights
     restores_format = len(bases) == len(TARGETS) and isinstance(bases["up"], QuantizedExperts)
     for projection, base in bases.items():
-        now = _weight(experts, projection)
+        now = getattr(experts, f"w_{projection}")
         target = now if isinstance(now, QuantizedExperts) else _local_weight(experts, projection)
         was, got = ((w.shape, w.dtype, None if restores_format else _format(w)) for w in (base, target))
         if was != got:

@@ -13,7 +13,7 @@ from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.row_products import Rows
 from moe_kernels.experts.steps import Experts
-from moe_kernels.quantization.fp8_weights import quantize_experts
+from moe_kernels.quantization.fp8_weights import launch_quantize_weight, scaled_forms
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, run_with_grads, to_float64
@@ -149,7 +149,7 @@ def test_copied_rows_give_the_same_bits(device, monkeypatch):
 @pytest.mark.parametrize("recompute", [None, "up"])
 def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device):
     operands = draw(PARTIAL, "plain", DTYPES[-1], device)
-    forms = quantize_experts(operands[3], operands[4], turned=turned)
+    forms = scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in operands[3:5]))
 
     def op(tokens, weights, permutation, w_up, w_down, **options):
         options = {name: option for name, option in options.items() if not name.startswith("b_")}
@@ -236,7 +236,7 @@ def test_opcheck(device):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
     # The test of the schema compares tensors by products, which float8 lacks.
-    forms = quantize_experts(leaves[3].detach(), leaves[4].detach())
+    forms = scaled_forms(*(launch_quantize_weight(weight.detach()) for weight in leaves[3:5]))
     for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "precision": "fp8_saved"}):
         torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
 

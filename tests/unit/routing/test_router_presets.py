@@ -9,8 +9,7 @@ import torch
 from moe_kernels import RouterSpec, linear_routing, reference, routing_weights, topk_routing
 from moe_kernels.routing.linear_op import linear_routing_op
 from moe_kernels.routing.routers import linear_router
-from moe_kernels.routing.scored import score_settings, scored_routing_op
-from moe_kernels.routing.scored_kernels import launch_backward
+from moe_kernels.routing.scored import launch_backward, score_settings, scored_routing_op
 from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
 

@@ -41,8 +41,8 @@ def draw(device, num_tokens, num_experts, top_k, *, dtype=torch.float32, index_d
 def assert_same(calls, num_experts, num_parameters, device):
     actual, expected = new_totals(num_experts, device), new_totals(num_experts, device)
     for operands in calls:
-        add_routing_statistics(*actual, operands, num_parameters, 128)
-        _add_in_plain_pytorch(*expected, operands, num_parameters, 128)
+        add_routing_statistics(*actual, operands, num_parameters)
+        _add_in_plain_pytorch(*expected, operands, num_parameters)
     assert torch.equal(actual[0], expected[0])
     torch.testing.assert_close(actual[1], expected[1], rtol=1e-6, atol=1e-7)
     return actual
@@ -104,5 +104,5 @@ def test_two_launches_add_a_forward(device, monkeypatch):
     monkeypatch.setattr(
         statistics, "launch_kernel", lambda *args, **given: launches.append(launch_kernel(*args, **given))
     )
-    add_routing_statistics(*new_totals(6, device), draw(device, 70, 6, 2, masked=True, loss=True), 6, 128)
+    add_routing_statistics(*new_totals(6, device), draw(device, 70, 6, 2, masked=True, loss=True), 6)
     assert len(launches) == 2
