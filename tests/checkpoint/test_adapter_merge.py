@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from moe_layers.checkpoint.files.recognition import block_of_module
 from .golden import Golden
 from .test_adapter_files import EXPERTS, import_peft, join_adapters, make_adapter, write_config
 from .test_convert import read_model, same
+from .test_from_checkpoint import copy_case
 
 
 def sizes_of(case, layer):
@@ -26,11 +26,8 @@ def sizes_of(case, layer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_merge_adds_the_product_and_rounds_once(case, dtype, tmp_path):
-    golden = Golden(case)
-    base = {name: tensor.to(dtype) for name, tensor in golden.tensors("model").items()}
-    (tmp_path / "base").mkdir()
-    save_file(base, tmp_path / "base/model.safetensors")
-    shutil.copy(golden.directory / "config.json", tmp_path / "base")
+    base = {name: tensor.to(dtype) for name, tensor in Golden(case).tensors("model").items()}
+    copy_case(case, tmp_path / "base", lambda tensors: tensors.update(base))
     number = find_layer(base)
     wanted = make_adapter(tmp_path / "adapter", **sizes_of(case, number), layers=(number,))
     report = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=60_000)

@@ -20,7 +20,7 @@ from .golden import FASTEST
 from .test_convert import read_model
 from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
 
-pytest.importorskip("transformers", reason="transformers builds the models of this test")
+transformers = pytest.importorskip("transformers", reason="transformers builds the models of this test")
 # transformers warns about unusual sizes and about its own deprecations.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -35,7 +35,6 @@ def test_at_least_25_architectures():
 @slow  # imports the configurations of a hundred models
 def test_every_moe_model_of_transformers_is_supported_or_refused_by_name():
     """Find models by the names of their classes. A composite model counts by its language model."""
-    import transformers
     from transformers.models.auto import configuration_auto
 
     @cache
@@ -216,7 +215,6 @@ def test_a_layer_is_written_under_the_names_of_its_model(model_type, tmp_path):
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {OWN_MODEL_TYPE}))
 def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model_type):
     """Compare with the defaults of transformers' configuration class."""
-    import transformers
     from huggingface_hub.errors import StrictDataclassError
 
     if model_type not in transformers.CONFIG_MAPPING:
@@ -239,8 +237,6 @@ def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_reads_a_configuration_object_as_it_reads_its_file(model_type):
-    import transformers
-
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config_class = transformers.CONFIG_MAPPING[model_type]

@@ -12,7 +12,7 @@ from moe_layers.checkpoint.__main__ import main
 from moe_layers.checkpoint.model.convert import convert
 
 from .golden import CASES, GOLDEN, Golden
-from .test_from_checkpoint import same_state
+from .test_from_checkpoint import copy_case, same_state
 from .tiny_models import LAYER, save_model
 
 
@@ -112,15 +112,16 @@ def test_quantised_weights_are_dequantised(tmp_path):
 
 
 def test_float8_outside_of_the_experts_is_dequantised_too(tmp_path):
-    model = Golden("qwen3_moe").tensors("model")
     name = "model.layers.1.self_attn.o_proj.weight"
-    model[name] = model[name].to(torch.float8_e4m3fn)
-    model[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
-    shutil.copy(GOLDEN / "qwen3_moe" / "config.json", tmp_path / "config.json")
-    save_file(model, tmp_path / "model.safetensors")
+
+    def quantise(model):
+        model[name] = model[name].to(torch.float8_e4m3fn)
+        model[f"{name}_scale_inv"] = torch.full((1, 1), 0.5)
+
+    copy_case("qwen3_moe", tmp_path, quantise)
     convert(tmp_path, tmp_path / "out", "fused")
     converted = read_model(tmp_path / "out")
-    assert torch.equal(converted[name], (model[name].float() * 0.5).bfloat16())
+    assert torch.equal(converted[name], (read_model(tmp_path)[name].float() * 0.5).bfloat16())
     assert f"{name}_scale_inv" not in converted
 
 
@@ -159,11 +160,8 @@ def test_interrupted_run_leaves_nothing_to_load(tmp_path):
     [("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj.weight"), ("gpt_oss", "experts.down_proj_bias")],
 )
 def test_mixed_dtypes_are_refused(case, name, tmp_path):
-    model = Golden(case).tensors("model")
-    name = next(held for held in model if held.endswith(name))
-    model[name] = model[name].bfloat16()
-    shutil.copy(GOLDEN / case / "config.json", tmp_path / "config.json")
-    save_file(model, tmp_path / "model.safetensors")
+    name = next(held for held in Golden(case).tensors("model") if held.endswith(name))
+    copy_case(case, tmp_path, lambda model: model.update({name: model[name].bfloat16()}))
     with pytest.raises(ValueError, match="must have one dtype"):
         convert(tmp_path, tmp_path / "out", "fused")
 

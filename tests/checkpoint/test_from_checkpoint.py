@@ -76,7 +76,8 @@ def test_only_the_shards_of_the_block_are_needed(tmp_path):
         (tmp_path / file).unlink()
     part = MoEFeedForward.from_checkpoint(tmp_path, golden.layer, experts=range(2))
     assert torch.equal(part.experts.w_up, whole.experts.w_up[:2])
-    with pytest.raises(ValueError, match=r"do not exist: .*, and 3 more \(for instance for .*experts\.[23]"):
+    missing = r"files that do not exist: model-\d+\.safetensors, .*, and 3 more \(for instance for .*experts\.[23]"
+    with pytest.raises(ValueError, match=missing):
         MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
 
 

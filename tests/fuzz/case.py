@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,6 +33,14 @@ class Case:
         """Raise AssertionError if a result is wrong."""
         raise NotImplementedError
 
+    def compare(self, device: str, op: Callable, reference_op: Callable, names: tuple[str, ...]) -> None:
+        """Hold a public op to its reference, or in float64 the reference to the formula. No gradients with `out`."""
+        op = partial(op, implementation="reference" if self.dtype == "float64" else "triton")
+        into_out = getattr(self, "into_out", False)
+        run, frozen = (self.run_into_out, names) if into_out else (self.run, self.frozen)
+        draw = partial(self.draw, device)
+        hold(partial(run, op), partial(self.run, reference_op), self.formula, draw, names, frozen)
+
     @property
     def command(self) -> str:
         """Return the command that checks this case again."""
@@ -40,7 +49,7 @@ class Case:
     @property
     def integers(self) -> bool:
         """Return whether values are integers, so that float32 sums are exact: see `Random`."""
-        return self.dtype == "float32"
+        return self.dtype == "float32" or (self.dtype != "float64" and getattr(self, "wide", False))
 
 
 def sums_decide(limit: float | None, dtype: str) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference
 
-from .case import Case, hold, with_upstream
+from .case import Case, with_upstream
 from .tensors import Random, ends, gaps_of, lay_out
 
 
@@ -27,10 +27,6 @@ class _GroupedCase(Case):
     frozen: tuple[str, ...]
     layouts: tuple[str, ...]
     seed: int
-
-    @property
-    def integers(self) -> bool:
-        return self.dtype != "float64" and (self.dtype == "float32" or self.wide)
 
     @property
     def num_rows(self) -> int:
@@ -111,17 +107,7 @@ class GroupedGemm(_GroupedCase):
         return torch.cat([rows, rows.new_zeros(self.tail, rows.shape[1])])
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(grouped_gemm, implementation=implementation)
-        names = ("a", "b", *self.options)
-        hold(
-            partial(self.run_into_out if self.into_out else self.run, op),
-            partial(self.run, reference.grouped_gemm),
-            self.formula,
-            partial(self.draw, device),
-            names,
-            names if self.into_out else self.frozen,
-        )
+        self.compare(device, grouped_gemm, reference.grouped_gemm, ("a", "b", *self.options))
 
 
 @dataclass(frozen=True)
@@ -154,13 +140,4 @@ class GroupedWgrad(_GroupedCase):
         return torch.stack([torch.einsum("rk,rn->kn", a[rows], dout[rows]) for rows in groups])
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(grouped_gemm_wgrad, implementation=implementation)
-        hold(
-            partial(self.run_into_out if self.into_out else self.run, op),
-            partial(self.run, reference.grouped_gemm_wgrad),
-            self.formula,
-            partial(self.draw, device),
-            ("a", "dout"),
-            ("a", "dout") if self.into_out else self.frozen,
-        )
+        self.compare(device, grouped_gemm_wgrad, reference.grouped_gemm_wgrad, ("a", "dout"))

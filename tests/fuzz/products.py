@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moe_kernels import batched_gemm, grouped_gemm_list, jagged_gemm, reference
 
-from .case import Case, hold, with_upstream
+from .case import Case, with_upstream
 from .tensors import Random, ends, lay_out
 
 
@@ -23,10 +23,6 @@ class GemmList(Case):
     frozen: tuple[str, ...]
     layouts: tuple[str, ...]  # for a and b, alternating over the problems
     seed: int
-
-    @property
-    def integers(self) -> bool:
-        return self.dtype != "float64" and (self.dtype == "float32" or self.wide)
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, Tensor]:
         """Return the values of all matrices a, then of all b, concatenated."""
@@ -53,16 +49,7 @@ class GemmList(Case):
         return torch.cat([(a[:, :, None] * b[None]).sum(1).flatten() for a, b in pairs])
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(grouped_gemm_list, implementation=implementation)
-        hold(
-            partial(self.run, op),
-            partial(self.run, reference.grouped_gemm_list),
-            self.formula,
-            partial(self.draw, device),
-            ("a", "b"),
-            self.frozen,
-        )
+        self.compare(device, grouped_gemm_list, reference.grouped_gemm_list, ("a", "b"))
 
 
 @dataclass(frozen=True)
@@ -108,16 +95,7 @@ class JaggedGemm(Case):
         return torch.where(self.is_outside(a), 0.0, a) @ b
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(jagged_gemm, implementation=implementation)
-        hold(
-            partial(self.run, op),
-            partial(self.run, reference.jagged_gemm),
-            self.formula,
-            partial(self.draw, device),
-            ("a", "b"),
-            self.frozen,
-        )
+        self.compare(device, jagged_gemm, reference.jagged_gemm, ("a", "b"))
 
 
 @dataclass(frozen=True)
@@ -132,10 +110,6 @@ class BatchedGemm(Case):
     frozen: tuple[str, ...]
     layouts: tuple[str, ...]  # for a, b, the upstream gradient
     seed: int
-
-    @property
-    def integers(self) -> bool:
-        return self.dtype != "float64" and (self.dtype == "float32" or self.wide)
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, Tensor]:
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
@@ -154,13 +128,4 @@ class BatchedGemm(Case):
         return (a[..., :, :, None] * b[..., None, :, :]).sum(-2)
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(batched_gemm, implementation=implementation)
-        hold(
-            partial(self.run, op),
-            partial(self.run, reference.batched_gemm),
-            self.formula,
-            partial(self.draw, device),
-            ("a", "b"),
-            self.frozen,
-        )
+        self.compare(device, batched_gemm, reference.batched_gemm, ("a", "b"))

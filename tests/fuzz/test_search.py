@@ -25,20 +25,11 @@ from .test_fuzz import search
 
 needs_kernels = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to check")
 FIRST = torch.zeros(1, dtype=torch.int64)
+GROUPS = {"sizes": (3, 0, 9), "tail": 2, "size_k": 21, "size_n": 6, "layouts": ("rows", "columns", "gaps")}
+PLAIN = {"dtype": "float32", "frozen": (), "seed": 0}
+NARROW = {"wide": False, "into_out": False}
 CASE = GroupedGemm(
-    sizes=(3, 0, 9),
-    tail=2,
-    size_k=21,
-    size_n=6,
-    dtype="float32",
-    wide=False,
-    into_out=False,
-    frozen=("b",),
-    layouts=("rows", "columns", "gaps"),
-    seed=1,
-    bias=True,
-    row_scale=False,
-    activation=None,
+    **GROUPS, **NARROW, dtype="float32", frozen=("b",), seed=1, bias=True, row_scale=False, activation=None
 )
 # Enough rows to judge from one draw.
 PRODUCTS = st.builds(
@@ -82,8 +73,6 @@ def plant(monkeypatch, change, *, everywhere=False):
 
 # One case of each kind, on which every check runs.
 SIZES = {"num_tokens": 12, "num_experts": 3, "top_k": 2, "d_model": 16}
-GROUPS = {"sizes": (3, 0, 9), "tail": 2, "size_k": 21, "size_n": 6}
-PLAIN = {"dtype": "float32", "frozen": (), "seed": 0}
 ROUTED = {"routing": "random", "dropped": 0.1, "max_rows": None}
 ONE_OF_EACH = {
     "experts": Experts(
@@ -99,15 +88,11 @@ ONE_OF_EACH = {
         layouts=("rows", "padded", "gaps", "columns", "rows"),
     ),
     "grouped_gemm": CASE,
-    "grouped_gemm_wgrad": GroupedWgrad(
-        **GROUPS, **PLAIN, wide=False, into_out=False, layouts=("rows", "columns", "gaps")
-    ),
+    "grouped_gemm_wgrad": GroupedWgrad(**GROUPS, **PLAIN, **NARROW),
     "grouped_gemm_list": GemmList(
         **PLAIN, problems=((9, 8, 7), (0, 3, 2), (6, 11, 5)), wide=False, layouts=("rows", "columns", "gaps", "padded")
     ),
-    "jagged_gemm": JaggedGemm(
-        **GROUPS, **PLAIN, dtype_b="float16", long_offsets=True, layouts=("rows", "columns", "gaps")
-    ),
+    "jagged_gemm": JaggedGemm(**GROUPS, **PLAIN, dtype_b="float16", long_offsets=True),
     "batched_gemm": BatchedGemm(
         **PLAIN, batch=2, shared="a", size_m=7, size_k=8, size_n=9, wide=False, layouts=("rows", "columns", "gaps")
     ),

@@ -6,7 +6,9 @@ import warnings
 import pytest
 import torch
 
-from .models import build
+from moe_layers.integrations.transformers import enable
+
+from .models import build, draw_tokens, step
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -37,6 +39,47 @@ def randomise(model):
 
 def adapt(model, config):
     return randomise(peft.get_peft_model(model, config))
+
+
+def enabled_and_adapted(model, order, config=None, implementation="reference"):
+    """Enable and adapt a model; `order` is what is done first, "enabled" or "adapted". Return (the model, report)."""
+    config = config or lora()
+    if order == "enabled":
+        report = enable(model, implementation=implementation)
+        return adapt(model, config), report
+    model = adapt(model, config)
+    return model, enable(model, implementation=implementation)
+
+
+def share_factors(ours, theirs):
+    """Give two adapted models the same factors. Return pairs of them; their names depend on the order of wrappers."""
+    wrappers, others = (
+        {
+            (name.replace(".base_layer", ""), module.parameter_name): module
+            for name, module in model.named_modules()
+            if hasattr(module, "parameter_name")
+        }
+        for model in (ours, theirs)
+    )
+    assert wrappers.keys() == others.keys()
+    pairs = [
+        tuple(getattr(module, factor)["default"].weight for module in (wrapper, others[place]))
+        for place, wrapper in wrappers.items()
+        for factor in ("lora_A", "lora_B")
+    ]
+    with torch.no_grad():
+        for own, other in pairs:
+            own.copy_(other)
+    return pairs
+
+
+def assert_close_steps(ours, golden, pairs):
+    """Compare outputs and the gradients of pairs of factors."""
+    tokens = draw_tokens(golden)
+    torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=1e-4, atol=1e-5)
+    for own, other in pairs:
+        largest = other.grad.abs().max().item()
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-4 * largest)
 
 
 def assert_equal_steps(actual, expected, tolerance=1e-10):

@@ -10,6 +10,8 @@ import transformers
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_layers.integrations.transformers import enable, shard_experts
+
 SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -90,8 +92,6 @@ def build(kind, dtype=torch.float64, seed=0, **changes):
 
 def sharded(model, mesh=None, **options):
     """Enable a model and share its experts among all ranks."""
-    from moe_layers.integrations.transformers import enable, shard_experts
-
     enable(model, implementation="reference")
     mesh = init_device_mesh(here().type, (distributed.get_world_size(),)) if mesh is None else mesh
     shard_experts(model, mesh, **options)

@@ -10,7 +10,7 @@ from moe_layers.checkpoint.adapters.adapter_files import read_peft_adapter, writ
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow
-from .models import build, draw_tokens, skip_old, step
+from .models import assert_same_bits, build, draw_tokens, skip_old, step
 
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
@@ -34,6 +34,11 @@ def replace_parameter_4bit():
     return pytest.importorskip("bitsandbytes.nn.parametrize").replace_parameter_4bit
 
 
+@pytest.fixture
+def peft_models():
+    return pytest.importorskip("tests.integrations.peft_models")
+
+
 def experts_of(model):
     return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
@@ -49,13 +54,6 @@ def pair(replace, device="cpu", dtype=torch.float32, **options):
     return stored, plain
 
 
-def assert_same(actual, expected, num_gradients):
-    assert torch.equal(actual[0], expected[0]) and actual[0].any()
-    assert actual[2].keys() == expected[2].keys() and len(actual[2]) == num_gradients
-    for name, gradient in expected[2].items():
-        assert torch.equal(actual[2][name], gradient), name
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_outputs_and_gradients_are_those_of_the_dequantised_model(name, replace_parameter_4bit):
     stored, plain = pair(replace_parameter_4bit, **OPTIONS[name])
@@ -66,7 +64,9 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model(name, replace_
     values = sum(p.numel() for _, experts in experts_of(stored) for p in experts.parameters())
     assert values < report.quantized[name] < 1.35 * values  # scales are the rest; tables of 256 weigh in small models
     tokens = draw_tokens(stored)
-    assert_same(step(stored, tokens), step(plain, tokens), len(list(plain.named_parameters())) - 4)
+    actual = step(stored, tokens)
+    assert_same_bits(actual, step(plain, tokens))
+    assert actual[0].any() and len(actual[2]) == len(list(plain.named_parameters())) - 4
 
 
 def test_bfloat16(replace_parameter_4bit):
@@ -182,63 +182,35 @@ def test_experts_stay_plain_when_transformers_quantises_a_model(bits, tmp_path, 
     assert list(enable(model, implementation="reference").quantized) == ["nf4 (1x64)"]
 
 
-def adapted(model, peft_models, names=None):
-    names = names or [f"{name}.{key}" for name, _ in experts_of(model) for key in KEYS]
-    return peft_models.adapt(model, peft_models.lora(targets=names))
+def lora(model, peft_models):
+    return peft_models.lora(targets=[f"{name}.{key}" for name, _ in experts_of(model) for key in KEYS])
 
 
-def factors_of(model):
-    """Return PEFT's factors by place and parameter. Their names depend on the order of the wrappers, which differs."""
-    return {
-        (name.replace(".base_layer", ""), wrapper.parameter_name, factor): getattr(wrapper, factor)["default"].weight
-        for name, wrapper in model.named_modules()
-        if hasattr(wrapper, "parameter_name")
-        for factor in ("lora_A", "lora_B")
-    }
+def adapted(model, peft_models):
+    return peft_models.adapt(model, lora(model, peft_models))
 
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
-def test_adapters_of_peft(order, replace_parameter_4bit):
+def test_adapters_of_peft(order, replace_parameter_4bit, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
-    if order == "enabled":
-        enable(stored, implementation="reference")
-    stored, golden = adapted(stored, peft_models), adapted(plain, peft_models)
-    if order == "adapted":
-        report = enable(stored, implementation="reference")
-        assert len(report.adapted) == 4 and not report.adapted_by_wrapper
-    ours, theirs = factors_of(stored), factors_of(golden)
-    assert ours.keys() == theirs.keys() and len(ours) == 8
-    with torch.no_grad():
-        for place, factor in ours.items():
-            factor.copy_(theirs[place])
-    tokens = draw_tokens(golden)
-    expected = step(golden, tokens)[0]
+    config = lora(stored, peft_models)
+    ours, report = peft_models.enabled_and_adapted(stored, order, config)
+    golden = peft_models.adapt(plain, config)
+    assert len(report.adapted) == (4 if order == "adapted" else 0) and not report.adapted_by_wrapper
+    pairs = peft_models.share_factors(ours, golden)
+    assert len(pairs) == 8
     for _ in range(2):
-        actual = step(stored, tokens)[0]
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-        for place, factor in ours.items():
-            gradient = theirs[place].grad
-            largest = gradient.abs().max().item()
-            torch.testing.assert_close(factor.grad, gradient, rtol=1e-3, atol=1e-4 * largest)
+        peft_models.assert_close_steps(ours, golden, pairs)
 
 
-def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch):
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
+def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch, peft_models):
     stored, _ = pair(replace_parameter_4bit)
     stored = adapted(stored, peft_models)
     enable(stored, implementation="reference")
     functional = pytest.importorskip("bitsandbytes").functional
     monkeypatch.setattr(functional, "dequantize_4bit", None)
     assert len(step(stored, draw_tokens(stored))[2]) == 8
-
-
-def test_targets_of_peft_need_full_names(replace_parameter_4bit):
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
-    stored, _ = pair(replace_parameter_4bit)
-    with pytest.raises(ValueError, match="target_parameters"):
-        adapted(stored, peft_models, [f"mlp.experts.{key}" for key in KEYS])
 
 
 def with_short_names(model, peft_models, **options):
@@ -252,8 +224,7 @@ NOT_TRAINED = (
 
 
 @pytest.mark.parametrize("order", ["enabled", "copied", "adapted"])
-def test_short_names_that_train_attention_alone_are_told(order, replace_parameter_4bit):
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
+def test_short_names_that_train_attention_alone_are_told(order, replace_parameter_4bit, peft_models):
     stored, _ = pair(replace_parameter_4bit)
     tokens = draw_tokens(stored)
     if order != "adapted":
@@ -267,9 +238,8 @@ def test_short_names_that_train_attention_alone_are_told(order, replace_paramete
     assert not [name for name in step(adapted, tokens)[2] if "experts" in name]  # and no second warning
 
 
-def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit):
+def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit, peft_models):
     """PEFT adapts the plain ones, and gives no warning."""
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
     model = build("qwen3_moe")
     for key in KEYS:
         replace_parameter_4bit(model.model.layers[1].mlp.experts, key)
@@ -280,8 +250,7 @@ def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit):
         assert len(enable(adapted, implementation="reference").adapted) == 2
 
 
-def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
+def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit, peft_models):
     stored, _ = pair(replace_parameter_4bit)
     tokens = draw_tokens(stored)
     with torch.no_grad():
@@ -293,9 +262,8 @@ def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit):
         torch.testing.assert_close(stored(tokens).logits, base)
 
 
-def test_adapter_files(replace_parameter_4bit, tmp_path):
+def test_adapter_files(replace_parameter_4bit, tmp_path, peft_models):
     """PEFT reads them into another model in 4 bits. Converted, they fit the model with plain weights."""
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, plain = pair(replace_parameter_4bit)
     stored = adapted(stored, peft_models)
     tokens = draw_tokens(stored)

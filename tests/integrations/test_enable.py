@@ -100,20 +100,7 @@ def test_a_saved_model_loads_without_us(tmp_path, device):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert loaded.config._experts_implementation != "moe_layers"
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, wanted[name].cpu()), name
-
-
-def test_router_logits_and_their_loss_stay(device):
-    model = build("mixtral", device)
-    tokens = draw_tokens(model)
-    own = model(input_ids=tokens, labels=tokens, output_router_logits=True)
-    enable(model)
-    ours = model(input_ids=tokens, labels=tokens, output_router_logits=True)
-    assert [logits.shape for logits in ours.router_logits] == [logits.shape for logits in own.router_logits]
-    assert len(ours.router_logits) == 2 and ours.aux_loss > 0
-    torch.testing.assert_close(ours.aux_loss, own.aux_loss)
-    torch.testing.assert_close(ours.loss, own.loss)
+    torch.testing.assert_close(loaded.state_dict(), wanted, rtol=0, atol=0, check_device=False)
 
 
 @pytest.mark.parametrize("frozen", default_tier(["experts", "not experts", "up"], ["up"]))
@@ -129,25 +116,6 @@ def test_frozen_parameters(frozen, device):
     actual = step(model, tokens)
     assert actual[2].keys() == {name for name, p in model.named_parameters() if p.requires_grad}
     assert_same_step(actual, baseline, exact)
-
-
-@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
-@pytest.mark.parametrize(
-    ("model_type", "use_reentrant"), default_tier([("gpt_oss", False), ("qwen3_moe", True)], [("qwen3_moe", True)])
-)
-def test_gradient_checkpointing_changes_nothing(model_type, use_reentrant, device):
-    model = build(model_type, device).train()
-    tokens = draw_tokens(model)
-    enable(model)
-    wanted = step(model, tokens)
-    calls = []
-    model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: calls.append(None))
-    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    model.enable_input_require_grads()
-    actual = step(model, tokens, output_router_logits=False)
-    assert len(calls) == 2  # it was recomputed
-    assert torch.equal(actual[0], wanted[0])
-    assert all(torch.equal(gradient, wanted[2][name]) for name, gradient in actual[2].items())
 
 
 # The compiler itself reads gradients of tensors that pass between transformers' graphs.

@@ -21,6 +21,7 @@ from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBU
 
 from ..checkpoint.tiny_models import LATENT_ATTENTION, known_fields
 from ..tiers import default_tier
+from . import sharded_models
 from .models import draw_tokens, initialise, step, tiny_config
 
 pytestmark = [
@@ -140,15 +141,9 @@ def inputs_of(model):
 
 
 @pytest.fixture
-def all_in_float64(monkeypatch):
-    """Let code that asks for float32 compute in float64."""
-    for name in ("float32", "float"):
-        monkeypatch.setattr(torch, name, torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(default)
+def all_in_float64():
+    with sharded_models.all_in_float64():
+        yield
 
 
 def run(model, inputs, experts):

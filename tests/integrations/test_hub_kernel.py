@@ -11,6 +11,7 @@ import torch
 from moe_layers.integrations.hub_kernel import NAME, main, write_kernel
 
 from ..processes import run_python
+from .models import build, draw_tokens, step
 
 ALLOWED = {"torch", "triton", "einops"}
 
@@ -85,9 +86,6 @@ def test_it_is_alone_and_beside_the_package(folder):
 @pytest.mark.parametrize("training", [False, True])
 def test_kernelize(model_type, training, folder, device):
     kernels = pytest.importorskip("kernels", minversion="0.12", reason="kernels is not installed")
-    pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
-    from .models import build, draw_tokens, step
-
     model = build(model_type, device)
     own = copy.deepcopy(model)
     kind = next(type(module) for module in model.modules() if type(module).__name__.endswith("Experts"))
@@ -120,8 +118,6 @@ def test_kernelize(model_type, training, folder, device):
 @pytest.mark.parametrize("called_before", [False, True])
 def test_compiled_without_graph_breaks(called_before, folder, device):
     kernels = pytest.importorskip("kernels", minversion="0.12", reason="kernels is not installed")
-    from .models import build
-
     experts = build("qwen3_moe", device).model.layers[0].mlp.experts
     tokens = torch.randn(6, experts.hidden_dim, device=device, requires_grad=True)
     ids = torch.rand(6, experts.num_experts, device=device).topk(2).indices

@@ -17,6 +17,7 @@ from ..processes import run_python
 from ..tiers import default_tier, slow
 from .models import assert_same_step, build, config_of, step
 from .models import draw_tokens as draw_some
+from .test_copies import PICKLED
 from .test_experts_of_models import draw_routing, experts_of
 
 # The interpreter is slow, and runs the kernels here: few tokens.
@@ -182,36 +183,9 @@ def test_adapters_of_compiled_experts_are_told(device):
         torch.compile(wrapper, backend="aot_eager")(*inputs)
 
 
-@slow  # the Trainer takes seconds
-def test_trainer(tmp_path, device):
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    losses = {}
-    for name in ("eager", NAME):
-        torch.manual_seed(0)
-        model = build("qwen3_moe", device).train()
-        model.set_experts_implementation(name)
-        windows = [{"input_ids": ids, "labels": ids} for ids in draw_some(model, batch=8).cpu()]
-        arguments = transformers.TrainingArguments(
-            output_dir=str(tmp_path), max_steps=3, learning_rate=1e-3, report_to="none", save_strategy="no",
-            use_cpu=device == "cpu", dataloader_pin_memory=False, logging_steps=1, disable_tqdm=True,
-        )  # fmt: skip
-        trainer = transformers.Trainer(model=model, args=arguments, train_dataset=windows)
-        trainer.train()
-        losses[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses[NAME]) == 3
-    assert losses[NAME] == pytest.approx(losses["eager"], rel=1e-3)
-
-
-UNPICKLED = """
-import torch
-model, tokens, wanted = torch.load("pickled.pt", weights_only=False)
-assert torch.equal(model(input_ids=tokens).logits, wanted)
-"""
-
-
 @slow  # a process that imports transformers
 def test_a_called_model_unpickles_in_a_new_process(tmp_path, device):
     model = chosen_by_name("qwen3_moe", device)
     tokens = draw_tokens(model)
     torch.save((model, tokens, model(input_ids=tokens).logits.detach()), tmp_path / "pickled.pt")
-    run_python(["-c", UNPICKLED], cwd=tmp_path, interpret=True)
+    run_python(["-c", PICKLED], cwd=tmp_path, interpret=True)

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from moe_layers.integrations.transformers import disable, enable  # noqa: E402
 from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4  # noqa: E402
 
-from .models import build, draw_tokens, step  # noqa: E402
+from .models import assert_same_bits, build, draw_tokens, step  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
@@ -75,11 +75,9 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model():
     assert report.quantized == {"mxfp4 (1x32)": sum(t.numel() for t in disk.values() if t.dtype == torch.uint8)}
     assert "1 GptOssExperts (gpt_oss(" in str(report)
     tokens = draw_tokens(stored)
-    actual, expected = step(stored, tokens), step(plain, tokens)
-    assert torch.equal(actual[0], expected[0]) and actual[0].any()
-    assert actual[2].keys() == expected[2].keys() and f"{NAME}.down_proj_bias" in actual[2]
-    for name, gradient in expected[2].items():
-        assert torch.equal(actual[2][name], gradient), name
+    actual = step(stored, tokens)
+    assert_same_bits(actual, step(plain, tokens))
+    assert actual[0].any() and f"{NAME}.down_proj_bias" in actual[2]
 
 
 @slow  # the interpreter takes seconds
@@ -114,8 +112,7 @@ def test_saved_as_published(tmp_path):
     expected = logits_of(stored)
     stored.save_pretrained(tmp_path)
     disk, written = Golden(CASE).tensors("model"), load_file(tmp_path / "model.safetensors")
-    assert written.keys() == disk.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in disk.items())
+    assert_same_bits(written, disk)
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["quantization_config"] == Golden(CASE).config["quantization_config"]
     again = load_stored(tmp_path)
@@ -131,71 +128,43 @@ def test_disable():
     assert torch.equal(logits_of(stored), expected)
 
 
-def adapt(model, targets=KEYS):
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
-    return peft_models.adapt(model, peft_models.lora(targets=[f"{NAME}.{key}" for key in targets]))
+@pytest.fixture
+def peft_models():
+    return pytest.importorskip("tests.integrations.peft_models")
 
 
-def share_factors(ours, theirs):
-    """Give two adapted models the same factors. Return pairs of them; their names depend on the order of wrappers."""
-    found = [
-        {wrapper.parameter_name: wrapper for wrapper in model.modules() if hasattr(wrapper, "parameter_name")}
-        for model in (ours, theirs)
-    ]
-    assert found[0].keys() == found[1].keys()
-    pairs = [
-        (getattr(wrapper, factor)["default"].weight, getattr(found[1][name], factor)["default"].weight)
-        for name, wrapper in found[0].items()
-        for factor in ("lora_A", "lora_B")
-    ]
-    with torch.no_grad():
-        for own, other in pairs:
-            own.copy_(other)
-    return pairs
-
-
-def assert_same_adapted_step(ours, golden, pairs):
-    tokens = draw_tokens(golden)
-    actual, expected = step(ours, tokens)[0], step(golden, tokens)[0]
-    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    for own, other in pairs:
-        largest = other.grad.abs().max().item()
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-4 * largest)
+def lora(peft_models):
+    return peft_models.lora(targets=[f"{NAME}.{key}" for key in KEYS])
 
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
-def test_adapters_of_peft(order):
+def test_adapters_of_peft(order, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    stored, plain = pair()
-    if order == "enabled":
-        enable(stored, implementation="reference")
-    ours, golden = adapt(stored), adapt(plain)
-    if order == "adapted":
-        report = enable(ours, implementation="reference")
-        assert len(report.adapted) == 2 and not report.adapted_by_wrapper
-    pairs = share_factors(ours, golden)
+    (stored, plain), config = pair(), lora(peft_models)
+    ours, report = peft_models.enabled_and_adapted(stored, order, config)
+    golden = peft_models.adapt(plain, config)
+    assert len(report.adapted) == (2 if order == "adapted" else 0) and not report.adapted_by_wrapper
+    pairs = peft_models.share_factors(ours, golden)
     assert len(pairs) == 4
-    assert_same_adapted_step(ours, golden, pairs)
+    peft_models.assert_close_steps(ours, golden, pairs)
 
 
-def test_targets_of_peft_need_full_names():
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
+def test_targets_of_peft_need_full_names(peft_models):
     with pytest.raises(ValueError, match="target_parameters"):
         peft_models.adapt(load_stored(), peft_models.lora())
 
 
 @pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning")  # PEFT's own
-def test_short_names_of_peft_are_told():
-    peft_models = pytest.importorskip("tests.integrations.peft_models")
+def test_short_names_of_peft_are_told(peft_models):
     adapted = peft_models.adapt(load_stored(), peft_models.lora(target_modules=["q_proj"]))
     with pytest.warns(UserWarning, match=rf"does not train {NAME}\.\w+, {NAME}\.\w+: PEFT.*full names"):
         enable(adapted, implementation="reference")
 
 
-def test_merging_by_peft_does_not_reach_the_bytes():
+def test_merging_by_peft_does_not_reach_the_bytes(peft_models):
     stored = load_stored(dtype=torch.float32)
     base = logits_of(stored)
-    adapted = adapt(stored)
+    adapted = peft_models.adapt(stored, lora(peft_models))
     enable(adapted, implementation="reference")
     assert not torch.allclose(logits_of(adapted), base)
     adapted.merge_adapter()

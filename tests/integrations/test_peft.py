@@ -16,6 +16,7 @@ from .peft_models import (
     WARNINGS,
     adapt,
     assert_equal_steps,
+    enabled_and_adapted,
     float64_pair,
     lora,
     peft,
@@ -57,13 +58,7 @@ def test_peft_is_golden(model_type, r, sizes, order):
     golden = adapt(build(model_type, dtype=torch.float64, **changes), lora(r))
     tokens = draw_tokens(golden)
     expected = step(golden, tokens)
-    ours = build(model_type, dtype=torch.float64, **changes)
-    if order == "enabled":
-        enable(ours, implementation="reference")
-        ours = adapt(ours, lora(r))
-    else:
-        ours = adapt(ours, lora(r))
-        enable(ours, implementation="reference")
+    ours, _ = enabled_and_adapted(build(model_type, dtype=torch.float64, **changes), order, lora(r))
     assert {name.rsplit(".", 3)[1] for name in expected[2]} == {"lora_A", "lora_B"}
     assert_equal_steps(step(ours, tokens), expected)
 
@@ -336,12 +331,7 @@ def saved_files(model, directory):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_saved_files_are_those_of_peft(tmp_path, order):
     golden = adapt(build("qwen3_moe"), lora())
-    ours = build("qwen3_moe")
-    if order == "enabled":
-        enable(ours, implementation="reference")
-    ours = adapt(ours, lora())
-    if order == "adapted":
-        enable(ours, implementation="reference")
+    ours, _ = enabled_and_adapted(build("qwen3_moe"), order)
     tokens = draw_tokens(golden)
     ours(input_ids=tokens)
     assert list(ours.state_dict()) == list(golden.state_dict())
@@ -388,12 +378,7 @@ def test_compiled_block(order, device):
     """Compiling takes seconds. Wrappers that are found while compiling break the graph once."""
     golden = adapt(build("qwen3_moe", device), lora()).base_model.model.model.layers[0].mlp
     baseline, exact = step_of_block(golden), step_of_block(copy.deepcopy(golden).double())
-    ours = build("qwen3_moe", device)
-    if order == "enabled":
-        enable(ours)
-    ours = adapt(ours, lora())
-    if order == "adapted":
-        enable(ours)
+    ours, _ = enabled_and_adapted(build("qwen3_moe", device), order, implementation=None)
     block = ours.base_model.model.model.layers[0].mlp
     block.compile(backend="aot_eager", fullgraph=order == "adapted")
     assert_accurate(step_of_block(block), baseline, exact)

@@ -8,7 +8,7 @@ from moe_layers import BalanceLosses, RoutingReplay, observe
 from moe_layers.integrations.transformers import balance_routing, enable
 
 from ..tiers import default_tier, slow
-from .models import build, draw_tokens, skip_old, step
+from .models import assert_same_bits, build, draw_tokens, skip_old, step
 from .test_models import INTERFACE, REPLACED
 from .test_statistics import MODELS, REFUSED, enabled, padded, router_outputs
 
@@ -38,11 +38,6 @@ def random_choices(model, num_tokens, seed=3):
     )
 
 
-def assert_same(actual, expected):
-    """Bit for bit: output, router logits and all gradients."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("model_type", default_tier([*INTERFACE, *REPLACED], MODELS))
 def test_replaying_its_own_choices_is_bitwise_the_same_step(model_type, device):
     skip_old(model_type)
@@ -55,11 +50,11 @@ def test_replaying_its_own_choices_is_bitwise_the_same_step(model_type, device):
         return
     record = captured(model, lambda: model(input_ids=tokens))
     with record.replay(model):
-        assert_same(step(model, tokens), expected)
+        assert_same_bits(step(model, tokens), expected)
     other = random_choices(model, tokens.numel())
     with other.replay(model):
         assert not torch.equal(step(model, tokens)[0], expected[0])
-    assert_same(step(model, tokens), expected)
+    assert_same_bits(step(model, tokens), expected)
 
 
 # All other architectures that transformers runs with the sizes of `config_fields`.
@@ -90,7 +85,7 @@ def test_every_router_is_seen_and_replayed(model_type, device):
     observers = observe(model)
     record = captured(model, lambda: model(input_ids=tokens, use_cache=False))
     with record.replay(model):
-        assert_same(run(), expected)
+        assert_same_bits(run(), expected)
     statistics = [observer.read() for observer in observers.values()]
     assert all(layer.smallest_margin >= 0 and layer.num_tokens == 2 * tokens.numel() for layer in statistics)
     state = [*model.named_parameters(), *model.named_buffers()]
@@ -155,7 +150,7 @@ def test_recomputation_repeats_the_choices_of_its_forward(use_reentrant, device)
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
     model.enable_input_require_grads()
     for order, gradients in zip(orders, expected, strict=True):
-        assert_same(run(order), gradients)
+        assert_same_bits(run(order), gradients)
 
 
 def test_generated_choices_replay_on_the_whole_sequence(device):

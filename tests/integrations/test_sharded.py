@@ -15,10 +15,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from moe_layers import clip_grad_norm_, save_communication
+
 from ..processes import make_test
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
+
+from moe_layers.integrations.transformers import enable, ignore_in_ddp, shard_experts  # noqa: E402
 
 from .sharded_models import (  # noqa: E402
     EXPERTS,
@@ -116,8 +120,6 @@ class Sent(TorchDispatchMode):
 
 def checkpointing(kind):
     """Checkpointed layers, which send everything again, or with `save_communication` nothing."""
-    from moe_layers import save_communication
-
     counts = []
     for options in (None, {}, {"context_fn": save_communication}):
         model = sharded(build(kind), dispatcher="alltoall", average_gradients=False)
@@ -188,8 +190,6 @@ def trained(kind):
 
 
 def by_ddp(model, report, meshes):
-    from moe_layers.integrations.transformers import ignore_in_ddp
-
     ignore_in_ddp(model)
     wrapped = DistributedDataParallel(model)
     return wrapped, lambda is_last: setattr(wrapped, "require_backward_grad_sync", is_last)
@@ -244,9 +244,6 @@ def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointing=None, compiled=Fa
         compiled: compile each decoder layer.
         options: of `shard_experts`.
     """
-    from moe_layers import clip_grad_norm_
-    from moe_layers.integrations.transformers import enable, shard_experts
-
     expected, norms = trained(kind)
     for wrapping in wrappings:
         model = build(kind)
@@ -281,8 +278,6 @@ def other_wrappings(kind):
 
 def checkpointed_and_compiled_steps(kind):
     """Checkpointed layers that send again or not, and compiled ones, with accumulation and clipping."""
-    from moe_layers import save_communication
-
     settings = {"wrappings": ("fsdp",), "dispatcher": "alltoall"}
     three_steps(kind, checkpointing={}, **settings)
     three_steps(kind, checkpointing={"context_fn": save_communication}, **settings)

@@ -19,6 +19,8 @@ from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
+from moe_layers.integrations.transformers import reading_shares, save_sharded  # noqa: E402
+
 from .sharded_models import (  # noqa: E402
     batches,
     build,
@@ -43,8 +45,6 @@ KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3", "llama4_text
 
 
 def load(folder, **options):
-    from moe_layers.integrations.transformers import reading_shares
-
     transformers.logging.disable_progress_bar()
     transformers.logging.set_verbosity_error()
     place = {"device_map": {"": here()}} if here().type == "cuda" else {}
@@ -144,8 +144,6 @@ def bytes_and_peak(device):
 
 def files_are_those_of_one_process(device):
     """Bit by bit, in one file and in several, with tied embeddings, and over the files of an earlier model."""
-    from moe_layers.integrations.transformers import save_sharded
-
     for kind in KINDS:
         for size in ("50GB", "20KB"):
             model = build(kind, torch.float32, tie_word_embeddings=kind == "mixtral")  # which loses its head
@@ -169,8 +167,6 @@ def files_are_those_of_one_process(device):
 @on_cpu("the ranks meet without collectives")
 def one_rank_alone(device):
     """A single caller gets an error soon, and a later call of all ranks works."""
-    from moe_layers.integrations.transformers import save_sharded
-
     model, folder = sharded(build("qwen3_moe", torch.float32)), shared_folder()
     if distributed.get_rank() == 0:
         start = time.monotonic()
@@ -197,8 +193,6 @@ class Interrupting:
 @on_cpu("the ranks tell errors without collectives")
 def errors_of_one_rank(device):
     """All ranks learn of them at once, and later calls of all ranks work."""
-    from moe_layers.integrations.transformers import save_sharded
-
     rank, start = distributed.get_rank(), time.monotonic()
     folder, model = saved(build("qwen3_moe", torch.float32)), sharded(build("qwen3_moe", torch.float32))
     with pytest.raises(OSError if rank else ValueError, match=r"Repo id" if rank else r"rank 1: OSError: Repo"):
@@ -219,8 +213,6 @@ def errors_of_one_rank(device):
 
 @on_cpu("folders are those of the host")
 def folders_that_cannot_be_written(device):
-    from moe_layers.integrations.transformers import save_sharded
-
     folder = shared_folder()
     if distributed.get_rank() == 0:
         (folder / "file").touch()

@@ -9,10 +9,16 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from moe_kernels.runtime.pytorch import is_in_backward
+from moe_layers import BalanceLosses, RoutingReplay, observe, save_routing, update_selection_bias
+from moe_layers.parallel.alltoall import AllToAllDispatcher
+
 from ..processes import make_test
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
+
+from moe_layers.integrations.transformers import balance_routing, enable, reading_shares, save_sharded, shard_experts  # noqa: E402
 
 from .sharded_models import (  # noqa: E402
     all_in_float64,
@@ -32,15 +38,11 @@ pytestmark = slow  # each process imports transformers
 
 
 def enabled(model, **options):
-    from moe_layers.integrations.transformers import enable
-
     enable(model, **{"implementation": "reference", **options})
     return model
 
 
 def shard(model, **options):
-    from moe_layers.integrations.transformers import shard_experts
-
     return shard_experts(model, init_device_mesh(here().type, (2,)), **options)
 
 
@@ -71,8 +73,6 @@ def fp8_experts(device):
 
 def mxfp4_and_adapters(device):
     """gpt-oss in its published blocks, with adapters over them, saved again."""
-    from moe_layers.integrations.transformers import reading_shares, save_sharded
-
     from .peft_models import adapt, lora
     from .test_mxfp4 import load_stored
 
@@ -119,9 +119,6 @@ def kernels(device):
 
 def balancing(device):
     """Losses of the whole batch, counts, bias updates and statistics equal those of one process."""
-    from moe_layers import BalanceLosses, observe, update_selection_bias
-    from moe_layers.integrations.transformers import balance_routing
-
     data = batches((2, 2))
     joined = tuple(torch.cat(parts) for parts in zip(*data, strict=True))
     with all_in_float64():
@@ -151,8 +148,6 @@ def balancing(device):
 
 def replay(device):
     """Recorded choices of another router apply to the ranks' own tokens."""
-    from moe_layers import RoutingReplay
-
     donor, model, reference = (enabled(build("qwen3_moe", torch.float32)) for _ in range(3))
     shard(model)
     ids, record = own(batches((2, 1))), RoutingReplay()
@@ -172,10 +167,6 @@ def replay(device):
 
 def recomputed_choices(device):
     """A checkpointed layer keeps its router's choice, even if the recomputed logits differ."""
-    from moe_kernels.runtime.pytorch import is_in_backward
-    from moe_layers import save_routing
-    from moe_layers.parallel.alltoall import AllToAllDispatcher
-
     noise, sort, sent = torch.randn(24, 32).to(here()), AllToAllDispatcher._sort, {False: [], True: []}
 
     def disturb(module, args):

@@ -61,16 +61,6 @@ def test_recomputation_reuses_the_choice(name, implementation, device):
     assert not torch.equal(chosen[4], first)  # the choice for the changed logits
 
 
-def test_without_saved_routing_the_choice_is_another(device):
-    """Shows why the context is needed. With the reference PyTorch sees other shapes; with the kernels it cannot."""
-    layer = make_layer(device, "triton")
-    chosen = choices_of(layer)
-    y = checkpoint(lambda x: layer(x).sin(), make_x(device).requires_grad_(), use_reentrant=False)
-    disturb(layer)
-    y.sum().backward()
-    assert not torch.equal(chosen[1], chosen[0])
-
-
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_saving_changes_nothing(implementation, device):
     """With two micro-batches in flight and every loss, gradients and counts are bitwise equal."""

@@ -55,11 +55,6 @@ def gradients(layer, *calls, scale=1.0):
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def assert_all_close(actual, expected, **tolerances):
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, **tolerances)
-
-
 def every_loss(routing, accumulated=None):
     counts = global_expert_counts(routing, accumulated_counts=accumulated)
     return (
@@ -85,7 +80,7 @@ def test_coefficients_add_the_gradient_of_the_losses(scale, implementation, devi
     (y.sum() + (1.0 if scale is None else scale) * every_loss(routing)).backward()
     assert torch.equal(layer(x), y)
     actual = gradients(layer, (x, {}))
-    assert_all_close(actual, [parameter.grad for parameter in plain.parameters()])
+    torch.testing.assert_close(actual, [parameter.grad for parameter in plain.parameters()])
     assert (actual[0] - gradients(make_layer(device), (x, {}))[0]).abs().max() > 1e-4
 
 
@@ -95,7 +90,7 @@ def test_losses_see_the_scores_of_their_choice(device):
     plain = make_layer(device)
     y, routing = plain(x, return_routing=True)
     (y.sum() + 0.5 * sequence_load_balancing_loss(routing, score="sigmoid")).backward()
-    assert_all_close(gradients(layer, (x, {})), [parameter.grad for parameter in plain.parameters()])
+    torch.testing.assert_close(gradients(layer, (x, {})), [parameter.grad for parameter in plain.parameters()])
 
 
 def test_scale_can_be_changed_in_place(device):
@@ -104,7 +99,7 @@ def test_scale_can_be_changed_in_place(device):
     expected = gradients(layer, (x, {}))
     scale = torch.tensor([1024.0], device=device)
     set_aux_loss_scale(layer, scale)
-    assert_all_close([gradient / 1024.0 for gradient in gradients(layer, (x, {}), scale=1024.0)], expected)
+    torch.testing.assert_close([gradient / 1024.0 for gradient in gradients(layer, (x, {}), scale=1024.0)], expected)
     scale.fill_(1.0)
     assert all(map(torch.equal, gradients(layer, (x, {})), expected))
     set_aux_loss_scale(layer, None)
@@ -120,7 +115,9 @@ def test_functional_gradients_are_those_of_a_backward(device):
 
     functional_gradients = torch.func.grad(loss)(parameters)
     loss(parameters).backward()
-    assert_all_close(functional_gradients.values(), [parameter.grad for parameter in parameters.values()])
+    torch.testing.assert_close(
+        list(functional_gradients.values()), [parameter.grad for parameter in parameters.values()]
+    )
 
 
 def float16_step(layer, x):
@@ -232,9 +229,9 @@ def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
     tokens = torch.tensor(24, device=device)
     for num_tokens in (24, tokens):
         calls = [(part, {"num_tokens": num_tokens}) for part in x.split([1, 3])]
-        assert_all_close(gradients(layer, *calls), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradients(layer, *calls), expected, rtol=1e-4, atol=1e-5)
     set_aux_loss_scale(layer, torch.tensor(0.5, device=device))
-    assert_all_close(gradients(layer, *[(part, {}) for part in x.split(2)]), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(layer, *[(part, {}) for part in x.split(2)]), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -262,7 +259,7 @@ def test_padding_changes_nothing(options, device):
 
     expected = of_tokens(tokens, slice(None), sequence_lengths=lengths)
     assert expected[0].sum() == 26
-    assert_all_close(of_tokens(padded, token_mask, token_mask=token_mask), expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(of_tokens(padded, token_mask, token_mask=token_mask), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_takes_no_capacity(device):
@@ -321,9 +318,9 @@ def test_global_batch_over_micro_batches(device):
     layer(first)
     carry_expert_counts(layer)
     with_both = gradients(layer, (second, {}))
-    assert_all_close(with_both, expected(before + routing.tokens_per_expert))
+    torch.testing.assert_close(with_both, expected(before + routing.tokens_per_expert))
     reset_expert_counts(layer)
-    assert_all_close(gradients(layer, (second, {})), expected(routing.tokens_per_expert))
+    torch.testing.assert_close(gradients(layer, (second, {})), expected(routing.tokens_per_expert))
     assert (with_both[0] - layer.router.weight.grad).abs().max() > 1e-4
 
 
@@ -340,7 +337,7 @@ def test_compiles_without_graph_break(device):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     compiled(x, **facts).sum().backward()
     assert torch.equal(layer.router.expert_counts, counts)
-    assert_all_close(gradients(compiled, (x, facts)), expected)
+    torch.testing.assert_close(gradients(compiled, (x, facts)), expected)
     # Compiled code in a checkpointed region also counts once.
     reset_expert_counts(layer)
     checkpoint(lambda x: compiled(x, **facts), x, use_reentrant=False).sum().backward()

@@ -157,16 +157,6 @@ def test_nan_in_a_token_stays_there(name, device):
     assert (routing.topk_experts[4] >= 0).any() and y[4].isnan().all() and y[others].isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["choice", "nearest"])
-def test_is_not_causal(name, device):
-    """As documented, a later token changes an earlier token's result."""
-    layer = make_layer(device, assignment=ASSIGNMENTS[name])
-    x = make_x(device, (21, 32))
-    changed = x.clone()
-    changed[11:] = -x[11:]
-    assert not torch.equal(layer(changed)[:11], layer(x)[:11])
-
-
 @slow
 def test_rows_are_what_experts_take(device, monkeypatch):
     rows = count_rows(monkeypatch)

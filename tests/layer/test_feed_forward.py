@@ -11,7 +11,6 @@ from moe_layers import BalanceLosses, MoEFeedForward
 from moe_layers.experts.dispatcher import LocalDispatcher
 
 from ..dtypes import DTYPES
-from ..gpu import waiting_is_an_error
 from ..layers import moe_layer
 from ..tiers import default_tier
 
@@ -93,8 +92,7 @@ def test_nan_in_padding_stays_there(name, implementation, device):
         results.append([y, *torch.autograd.grad(y[token_mask].sin().sum(), [broken, *layer.parameters()])])
         assert not y[~token_mask].any()
     for result in results[1:]:
-        for a, b in zip(result, results[0], strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0)
+        torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -174,60 +172,6 @@ def test_gradients_of_gradients_that_would_be_wrong_are_errors(options, message)
     ):
         with pytest.raises(NotImplementedError, match=message):
             second()
-
-
-def test_autocast_follows_pytorch(device):
-    layer = make_layer(device, shared_d_ff=16)
-    x = make_x(device).requires_grad_()
-    with torch.autocast(device, torch.bfloat16):
-        y = layer(x)
-        assert y.dtype == functional.linear(x, layer.router.weight).dtype == torch.bfloat16
-    y.float().sum().backward()
-    assert x.grad.dtype == torch.float32
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    torch.testing.assert_close(y.float(), layer(x), rtol=0.05, atol=0.05)
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
-def test_compiles_without_graph_break(device):
-    layer = make_layer(device, implementation="triton", shared_d_ff=16, balance_losses=BalanceLosses(switch=0.01))
-    x = make_x(device)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    y = compiled(x)
-    assert torch.equal(y, layer(x))
-    y.sum().backward()
-    actual = [p.grad.clone() for p in layer.parameters()]
-    layer.zero_grad()
-    layer(x).sum().backward()
-    for a, p in zip(actual, layer.parameters(), strict=True):
-        torch.testing.assert_close(a, p.grad)
-
-
-@pytest.mark.gpu
-def test_never_waits_for_the_gpu(device):
-    layer = make_layer(device, torch.bfloat16, shared_d_ff=16, balance_losses=BalanceLosses(switch=0.01, z=0.001))
-    x = make_x(device, torch.bfloat16).requires_grad_()
-    layer(x).sum().backward()  # compiles
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.synchronize()
-    with waiting_is_an_error():
-        y, _ = layer(x, return_routing=True)
-        y.sum().backward()
-    with (
-        pytest.raises(RuntimeError, match="synchronizing"),
-        waiting_is_an_error(),
-    ):  # check that the mode catches a wait
-        y.sum().item()
-
-
-def test_starts_with_the_documented_distribution(device):
-    torch.manual_seed(0)
-    layer = MoEFeedForward(64, 64, 8, 2, shared_d_ff=64, device=device)
-    for name, parameter in layer.named_parameters():
-        assert abs(parameter.std().item() - 0.02) < 0.002, name
-        assert abs(parameter.mean().item()) < 0.002, name
-    layer.reset_parameters(1.0)
-    assert abs(layer.experts.w_up.std().item() - 1.0) < 0.05
 
 
 def test_parts_can_be_replaced(device):

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from moe_layers import LoRA, MoEConfig, MoEFeedForward
 from moe_layers.experts import kept_fp8
 from moe_layers.experts.quantization import quantize_experts_
 
-from ..dtypes import DTYPES
 from ..gpu import assert_never_waits, captured
 from ..layers import moe_layer
 from ..tiers import default_tier
@@ -42,10 +42,7 @@ def step(layer, x):
     return {"out": out.detach(), "x": x.grad, **gradients}
 
 
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def fresh(layer):
@@ -238,6 +235,7 @@ def test_precision_may_change_at_any_time(device):
     assert_same(step(layer, x), step(make_layer(device, precision=None), x))
     layer.experts.precision = "fp8"
     assert_same(step(layer, x), with_it)
+    assert "precision=fp8" in repr(layer)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16], ids=str)
@@ -314,14 +312,6 @@ def test_graphs_quantise_what_the_weights_are_at_each_replay():
         assert all(map(torch.equal, results, expected))
 
 
-def test_config_and_representation():
-    config = MoEConfig(*SIZES, precision="fp8")
-    assert MoEConfig.from_dict(config.to_dict()) == config
-    layer = MoEFeedForward(*SIZES, precision="fp8", device="meta")
-    assert layer.config == config and layer.experts.precision == "fp8" and "precision=fp8" in repr(layer)
-    assert MoEFeedForward(*SIZES, device="meta").experts.precision is None
-
-
 def test_bad_input(device):
     with pytest.raises(ValueError, match="MoEFeedForward: precision must be one of"):
         MoEFeedForward(*SIZES, precision="int8")
@@ -338,18 +328,3 @@ def test_bad_input(device):
     quantize_experts_(layer, "fp8")
     with pytest.raises(ValueError, match="quantises weights that are trained, got stored fp8"):
         layer(x)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_trains(dtype, device):
-    layer = make_layer(device, "reference", dtype=dtype)
-    x, target = make_x(device, dtype, 64), torch.randn(64, 48, device=device).to(dtype)
-    optimizer = torch.optim.SGD(layer.parameters(), 0.3)
-    losses = []
-    for _ in range(30):
-        loss = (layer(x) - target).float().square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < 0.8 * losses[0]

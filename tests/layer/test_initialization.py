@@ -16,11 +16,12 @@ OPTIONS = {
     "shared_d_ff": 48,
     "shared_gate": True,
     "bias": True,
+    "init_std": 0.3,
 }
 
 
 def make_layer(device, **options):
-    return moe_layer(64, 48, 8, 2, init_std=0.3, device=device, **OPTIONS | options)
+    return moe_layer(64, 48, 8, 2, device=device, **OPTIONS | options)
 
 
 def assert_fresh(layer, std=0.3):
@@ -39,6 +40,7 @@ def spoil(layer):
 
 
 def test_a_reset_draws_as_at_first(device):
+    assert_fresh(make_layer(device, init_std=None), std=0.02)  # the default
     layer = make_layer(device)
     assert_fresh(layer)
     for reset in (layer.reset_parameters, lambda: layer.reset_parameters(0.1)):

@@ -111,8 +111,7 @@ def test_the_output_may_change_in_place(name, device):
             assert not y._is_view()
             y = y.add_(x) if in_place else y + x
             gradients.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
-        for a, b in zip(*gradients, strict=True):
-            assert torch.equal(a, b)
+        torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 def test_zero_experts_return_their_token(device):
@@ -136,6 +135,8 @@ def test_autocast_follows_pytorch(name, device):
     with torch.autocast(device, torch.bfloat16):
         y = layer(x)
     assert y.dtype == torch.bfloat16
+    expected = layer(x)
+    assert (y.float() - expected).norm() < 0.02 * expected.norm()
     y.float().sum().backward()
     assert x.grad.dtype == torch.float32 and all(p.grad.dtype == torch.float32 for p in layer.parameters())
 

@@ -45,6 +45,7 @@ def with_adapter(layer, std=0.3, targets=("up", "down")):
 def dequantized(layer):
     plain = copy.deepcopy(layer)
     dequantize_experts_(plain)
+    assert not plain.experts.w_up.requires_grad and not plain.experts.w_down.requires_grad
     return plain
 
 
@@ -65,9 +66,8 @@ def test_a_step_has_the_bits_of_the_dequantised_layer(format, implementation, de
         parameter.requires_grad_(False)
     x = make_x(device, DTYPES[-1])
     actual, expected = step(layer, x), step(plain, x)
-    assert actual.keys() == expected.keys() and len(actual) == 2 + 4
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
+    assert len(actual) == 2 + 4
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert expected["out"].any() and expected["x"].any()
 
 
@@ -158,15 +158,6 @@ def test_the_format_is_named():
     assert "weights=mxfp4 (1x32)" in repr(layer.experts) and "QuantizedExperts(mxfp4 (1x32), shape=[4, 64, 64]" in repr(
         layer
     )
-
-
-def test_dequantising_gives_the_weights_that_the_op_used(device):
-    layer = make_layer(device, "nf4")
-    x = make_x(device)
-    out = layer(x)
-    dequantize_experts_(layer)
-    assert isinstance(layer.experts.w_up, nn.Parameter) and torch.equal(layer(x), out)
-    assert not layer.experts.w_up.requires_grad
 
 
 def test_merging_gives_plain_weights_by_default(device):

@@ -136,8 +136,7 @@ def test_replaying_ones_own_choice_changes_nothing(name, implementation, device)
         y = model(x)
         y.sum().backward()
     torch.testing.assert_close(y, expected_y)
-    for actual, e in zip(gradients(model), expected, strict=True):
-        torch.testing.assert_close(actual, e, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-4, atol=1e-5)
     assert torch.equal(model(x), expected_y)  # nothing remains of the replay
 
 
@@ -179,8 +178,7 @@ def test_another_model_takes_the_choices_with_its_own_scores(name, device):
         tokens = tokens + by_hand(layer, tokens, record.choices[f"layers.{i}.router"][0]).sin()
     torch.testing.assert_close(y.view(-1, 16), tokens, rtol=1e-10, atol=1e-10)
     tokens.square().sum().backward()
-    for a, e in zip(actual, gradients(model), strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(actual, gradients(model), rtol=1e-9, atol=1e-9)
 
 
 def test_choice_as_an_argument(device):
@@ -348,8 +346,7 @@ def test_ids_that_cannot_be_read_reach_no_expert(form, device, monkeypatch):
         y, routing = layer(leaf, topk_experts=choice, return_routing=True)
         (dx,) = torch.autograd.grad(y.sum(), leaf)
         results.append([y, dx, *routing[:4], observer.read().tokens_per_expert])
-    for actual, expected in zip(*results, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -120,21 +120,6 @@ def test_margin_of_a_choice_from_excluded_groups(device):
         assert observer.read().smallest_margin == observer.read().margin == expected
 
 
-def test_by_hand(device):
-    """Two tokens, three experts, the last one dead; probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4."""
-    layer = make_layer(device, num_experts=3, top_k=1)
-    (observer,) = observe(layer).values()
-    logits = torch.tensor([[2.0, 1.0, 1.0], [1.0, 2.0, 1.0]], device=device).log()
-    experts = torch.tensor([[0], [1]], device=device).int()
-    observer.add(logits, experts)
-    statistics = observer.read()
-    assert statistics.entropy == pytest.approx(1.5 * math.log(2))
-    assert statistics.margin == statistics.smallest_margin == pytest.approx(math.log(2))
-    assert statistics.dead_experts == (2,)
-    assert statistics.max_violation == statistics.max_call_violation == pytest.approx(0.5)
-    assert statistics.wasted_rows == 2 * 127
-
-
 def test_ties_and_no_cut(device):
     layer = make_layer(device)
     (observer,) = observe(layer).values()

@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers.serving import iter_weights
 from moe_layers.serving.engines import _ENGINES
@@ -118,39 +117,8 @@ def test_the_engine_gets_each_expert(engine, model_type):
         if model_type == "gpt_oss":
             expected |= {f"{prefix}.w13_bias": module.gate_up_proj_bias, f"{prefix}.w2_bias": module.down_proj_bias}
         expected |= {f"{prefix}.w13_weight": up, f"{prefix}.w2_weight": down}
-    assert parameters.keys() == expected.keys()
-    assert all(torch.equal(parameters[name], tensor) for name, tensor in expected.items())
+    torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
     assert not any(".experts." in name for name in others)
-
-
-class Allocated(TorchDispatchMode):
-    """Sums the bytes of new memory, and keeps the largest tensor."""
-
-    total = largest = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        owned = {t.untyped_storage()._cdata for t in args if isinstance(t, torch.Tensor)}
-        for tensor in [out] if isinstance(out, torch.Tensor) else []:
-            if tensor.device.type != "meta" and tensor.untyped_storage()._cdata not in owned:
-                self.total += tensor.nbytes
-                self.largest = max(self.largest, tensor.nbytes)
-        return out
-
-
-def test_memory_is_that_of_a_layer():
-    """A plain model whose experts are views allocates no copy of a parameter."""
-    model = build("qwen3_moe")
-    with Allocated() as allocated:
-        for _ in iter_weights(model, "vllm"):
-            pass
-    assert allocated.total == 0
-    model = adapt(build("qwen3_moe"), lora())
-    with Allocated() as allocated:
-        for _ in iter_weights(model, "vllm"):
-            pass
-    experts = model.get_base_model().model.layers[0].mlp.experts.get_base_layer()
-    assert allocated.largest == experts.gate_up_proj.nbytes
 
 
 @pytest.mark.parametrize("mark", ["two adapters", "switched off", "merged"])
@@ -178,11 +146,8 @@ def test_adapters_are_added_and_stay(mark, tmp_path):
     else:
         actual = dict(iter_weights(model))
         expected = saved(copy.deepcopy(model).merge_and_unload(), tmp_path)
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-12, atol=1e-12, msg=name)
-    for name, tensor in model.state_dict().items():
-        torch.testing.assert_close(tensor, before[name], rtol=1e-12, atol=1e-12, msg=name)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(model.state_dict(), before, rtol=1e-12, atol=1e-12)
 
 
 def test_adapters_on_a_mesh_of_one_rank_are_added_once(tmp_path):

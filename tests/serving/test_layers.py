@@ -1,5 +1,7 @@
 """`iter_weights` of modules with layers of this package, on one rank and on two."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -15,10 +17,7 @@ from ..parallel.expert_parallel_cases import Model, expert_mesh, make_layer, sha
 from ..processes import make_test
 from .engine_loaders import load
 
-
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def adapted(layer, seed=0):

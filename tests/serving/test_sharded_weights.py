@@ -1,6 +1,7 @@
 """`iter_weights` of transformers models that FSDP2, `shard_experts` or transformers' own expert parallelism shards."""
 
 import tempfile
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from ..tiers import slow
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 pytestmark = slow  # each process imports transformers
 
+from moe_layers.integrations.transformers import enable, shard_experts  # noqa: E402
+
 from ..integrations.models import QWEN3_MOE  # noqa: E402
 
 
@@ -24,9 +27,7 @@ def make_model(device):
     return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE)).to(device)
 
 
-def assert_same(actual, expected):
-    assert actual.keys() == expected.keys()
-    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def fsdp2(device):
@@ -51,8 +52,6 @@ def fsdp2_with_adapters(device):
 
 
 def shared_experts(device):
-    from moe_layers.integrations.transformers import enable, shard_experts
-
     expected = dict(iter_weights(make_model(device), "vllm"))
     model = make_model(device)
     enable(model)
@@ -63,8 +62,6 @@ def shared_experts(device):
 
 def float8(device):
     """gloo's collectives do not support float8."""
-    from moe_layers.integrations.transformers import enable, shard_experts
-
     from ..integrations.test_quantized_models import pair
 
     whole, shared, wrapped = (pair()[0].to(device) for _ in range(3))

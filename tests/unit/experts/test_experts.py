@@ -48,19 +48,6 @@ def test_matches_reference(case, dtype, device):
     )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_worked_by_hand(implementation, device):
-    # One token, two experts with one hidden unit each. silu(2) * 3 = 5.2848; silu(1) * 1 = 0.7311.
-    tokens = torch.tensor([[1.0]], device=device)
-    w_up = torch.tensor([[[2.0], [3.0]], [[1.0], [1.0]]], device=device)
-    w_down = torch.tensor([[[1.0]], [[10.0]]], device=device)
-    experts = torch.tensor([[0, 1]], dtype=torch.int32, device=device)
-    permutation = sort_by_expert(experts, 2, implementation=implementation)
-    weights = torch.tensor([[0.25, 0.75]], device=device)
-    out = fused_experts(tokens, weights, permutation, w_up, w_down, implementation=implementation)
-    torch.testing.assert_close(out.cpu(), torch.tensor([[0.25 * 5.2847824 + 7.5 * 0.7310586]]))
-
-
 def test_saves_tokens_preactivation_and_routing_only(device):
     case = CASES["ordinary"]
     tokens, weights, experts, w_up, w_down = draw(case, torch.float32, device)
@@ -222,22 +209,6 @@ def test_variants_match_reference(variant, case, dtype, device):
     )
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_biases_and_input_weight_by_hand(implementation, device):
-    # One token, one expert with one hidden unit: relu(2 w x + 1) * 3 + 5, with weight w = 0.5 on the input or output.
-    tokens, w_up, w_down, b_up, b_down = (
-        torch.tensor(value, device=device).view(shape)
-        for value, shape in ((4.0, (1, 1)), (2.0, (1, 1, 1)), (3.0, (1, 1, 1)), (1.0, (1, 1)), (5.0, (1, 1)))
-    )
-    permutation = sort_by_expert(torch.zeros(1, 1, dtype=torch.int32, device=device), 1, implementation=implementation)
-    weights = torch.tensor([[0.5]], device=device)
-    options = {"activation": "relu", "b_up": b_up, "b_down": b_down, "implementation": implementation}
-    out = fused_experts(tokens, weights, permutation, w_up, w_down, **options)
-    assert out.item() == 0.5 * (9 * 3 + 5)
-    out = fused_experts(tokens, weights, permutation, w_up, w_down, weight_on_input=True, **options)
-    assert out.item() == 5 * 3 + 5
-
-
 @pytest.mark.parametrize("op", [triton_experts, reference.fused_experts])
 @pytest.mark.parametrize("variant", ["gpt_oss", "weight_on_input_bias"])
 def test_dropped_slots_add_no_bias(variant, op, device):
@@ -280,14 +251,6 @@ def test_frozen_operands_are_skipped(variant, device):
     indices = [i for i in range(len(operands)) if i != 2]
     chosen = [[i for i in indices if i != frozen] for frozen in indices]
     assert_frozen_operands_are_skipped(partial(run_variant, variant=variant), operands, chosen)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_gradcheck_of_reference(variant):
-    operands = draw_variant(Case(5, 4, 3, 3, 2), variant, torch.float64, "cpu")
-    leaves = [t.double().requires_grad_() if t.is_floating_point() else t for t in operands]
-    run = partial(run_variant, variant=variant, op=reference.fused_experts)
-    torch.autograd.gradcheck(lambda x, w, *rest: run(x, w, operands[2], *rest), [t for t in leaves if t.requires_grad])
 
 
 @slow

@@ -69,13 +69,6 @@ def test_integers_are_exact(out_dtype, implementation, device):
     assert out.dtype == out_dtype and torch.equal(out.cpu().long(), a @ b)
 
 
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_worked_by_hand(implementation, device):
-    a = torch.tensor([[[1.0, 2.0]], [[3.0, 4.0]]], device=device)
-    b = torch.tensor([[1.0], [10.0]], device=device)
-    assert batched_gemm(a, b, implementation=implementation).tolist() == [[[21.0]], [[43.0]]]
-
-
 KERNELS = get_kernels(metadata_filter=lambda metadata: metadata.kernel_class.arguments_class is GemmArguments)
 
 
@@ -185,12 +178,6 @@ def test_batches_that_are_no_rows_name_the_operand():
         ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected shape [2, 16, 32], got [16, 32]"),
     ]:
         assert kernel.supports(GemmArguments(*operands)).error.startswith(error)
-
-
-def test_gradcheck_of_reference():
-    for case in ("batched", "shared_a", "shared_b"):
-        a, b = (t.requires_grad_() for t in to_float64(draw(case, torch.float32, "cpu")))
-        torch.autograd.gradcheck(reference.batched_gemm, (a[..., :3, :2], b[..., :2, :3]))
 
 
 @slow

@@ -100,28 +100,6 @@ def test_any_layout(gather, device):
     check_result(args, "any layout")
 
 
-def test_by_hand(device):
-    """Scales that are powers of two, and small integers: exact in every sum."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-4, 5, (3, 384), generator=generator).float()
-    b = torch.randint(-4, 5, (2, 160, 384), generator=generator).float()
-    scale_a = 2.0 ** torch.randint(-2, 3, (3, 3), generator=generator)
-    scale_b = 2.0 ** torch.randint(-2, 3, (2, 2, 3), generator=generator)
-    spread_b = scale_b.repeat_interleave(128, 1)[:, :160].repeat_interleave(128, 2)
-    rows = a * scale_a.repeat_interleave(128, 1)
-    expected = torch.stack([rows[0] @ (b * spread_b)[0].T, *(rows[1:] @ (b * spread_b)[1].T)])
-    args = BlockScaledGemmArguments(
-        a.to(torch.float8_e4m3fn).to(device),
-        b.to(torch.float8_e4m3fn).mT.to(device),
-        torch.empty(3, 160, device=device),
-        scale_a.to(device),
-        scale_b.mT.to(device),
-        offsets=torch.tensor([1, 3], dtype=torch.int32, device=device),
-    )
-    selection.run(args)
-    assert torch.equal(args.out.cpu(), expected)
-
-
 def test_nan_and_infinite_scales_stay_in_their_rows(device):
     args = draw("ordinary", device, gather=False)
     expected = dataclasses.replace(args, out=torch.empty_like(args.out))

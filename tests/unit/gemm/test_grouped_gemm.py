@@ -69,14 +69,6 @@ def test_wgrad_matches_reference(case, dtype, device):
             assert not actual[group].any(), "an empty group's gradient must be exact zeros"
 
 
-@pytest.mark.parametrize("op", [triton_gemm, partial(grouped_gemm, implementation="reference")])
-def test_worked_by_hand(op, device):
-    a = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], device=device)
-    b = torch.tensor([[[1.0], [1.0]], [[1.0], [10.0]]], device=device)
-    out = op(a, b, torch.tensor([1, 2], dtype=torch.int32, device=device))
-    assert out.tolist() == [[3.0], [43.0], [0.0]]
-
-
 @pytest.mark.parametrize(
     ("implementation", "dtype"),
     [("triton", torch.bfloat16 if torch.cuda.is_available() else torch.float32), ("reference", torch.bfloat16)],
@@ -280,14 +272,6 @@ def test_accumulated_gradients_are_added_and_rounded_once(implementation, dtype,
         grouped_gemm_wgrad(a, dout, offsets, accumulate=True, implementation=implementation)
 
 
-def test_gradcheck_of_reference():
-    a, b, offsets = draw("tail", torch.float64, "cpu")
-    a, b = a[:, :3].requires_grad_(), b[:, :3, :2].requires_grad_()
-    torch.autograd.gradcheck(lambda a, b: reference.grouped_gemm(a, b, offsets), (a, b))
-    dout = torch.randn(len(a), 2, dtype=torch.float64, requires_grad=True)
-    torch.autograd.gradcheck(lambda a, dout: reference.grouped_gemm_wgrad(a, dout, offsets), (a, dout))
-
-
 @pytest.mark.parametrize("transposed", [False, True])
 def test_opcheck(transposed, device):
     a, b, offsets = draw("tail", torch.float32, device)
@@ -295,17 +279,6 @@ def test_opcheck(transposed, device):
         b = b.transpose(1, 2).contiguous().transpose(1, 2)
     torch.library.opcheck(_grouped_gemm_op.overload, (a.requires_grad_(), b.detach().requires_grad_(), offsets))
     torch.library.opcheck(_wgrad_op.overload, (a.detach(), a.detach(), offsets, transposed))
-
-
-def test_compiles_without_graph_break(device):
-    a, b, offsets = draw("tail", torch.float32, device)
-    a.requires_grad_()
-    compiled = torch.compile(triton_gemm, fullgraph=True, backend="aot_eager")
-    out = compiled(a, b, offsets)
-    assert torch.equal(out, triton_gemm(a, b, offsets))
-    (actual,) = torch.autograd.grad(out.sum(), a)
-    (expected,) = torch.autograd.grad(triton_gemm(a, b, offsets).sum(), a)
-    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

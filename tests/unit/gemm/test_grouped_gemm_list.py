@@ -75,17 +75,21 @@ def joined(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-@pytest.mark.parametrize("layouts", ["rr", "cc", "ms", "sm"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", default_tier(CASES, QUICK))
-def test_matches_reference(case, dtype, layouts, device):
-    a_list, b_list = draw(case, dtype, device, layouts)
-    actual = with_gradients(triton_list, a_list, b_list)
-    baseline = with_gradients(reference_list, a_list, b_list)
+def check(a_list, b_list, **options):
+    """Hold outputs and gradients of the kernels to the reference. Return the outputs."""
+    actual, baseline = (with_gradients(partial(op, **options), a_list, b_list) for op in (triton_list, reference_list))
     exact = with_gradients(reference_list, a_list, b_list, torch.float64)
     for name, *results in zip(("out", "gradients"), actual, baseline, exact, strict=True):
         assert [t.shape for t in results[0]] == [t.shape for t in results[2]]
         assert_accurate(*map(joined, results), name)
+    return actual[0]
+
+
+@pytest.mark.parametrize("layouts", ["rr", "cc", "ms", "sm"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", default_tier(CASES, QUICK))
+def test_matches_reference(case, dtype, layouts, device):
+    check(*draw(case, dtype, device, layouts))
 
 
 @pytest.mark.parametrize("layouts", default_tier(["rr", "rc", "cr", "cc", "mm"], ["rc", "mm"]))
@@ -176,24 +180,8 @@ def test_epilogues(dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_float32_results_of_16_bit_operands(dtype, device):
-    def wide(op, a_list, b_list):
-        return op(a_list, b_list, out_dtype=torch.float32 if a_list[0].dtype == dtype else None)
-
-    a_list, b_list = draw("odd_sizes", dtype, device, "rc")
-    actual = with_gradients(partial(wide, triton_list), a_list, b_list)
-    baseline = with_gradients(partial(wide, reference_list), a_list, b_list)
-    exact = with_gradients(reference_list, a_list, b_list, torch.float64)
-    for name, *results in zip(("out", "gradients"), actual, baseline, exact, strict=True):
-        assert_accurate(*map(joined, results), name)
-    assert all(out.dtype == torch.float32 for out in actual[0])
-
-
-@pytest.mark.parametrize("op", [triton_list, reference_list])
-def test_worked_by_hand(op, device):
-    a_list = [torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0]]), torch.zeros(1, 0)]
-    b_list = [torch.tensor([[1.0], [10.0]]), torch.tensor([[5.0, 6.0, 7.0]]), torch.zeros(0, 2)]
-    outs = op([a.to(device) for a in a_list], [b.to(device) for b in b_list])
-    assert [out.tolist() for out in outs] == [[[21.0], [43.0]], [[10.0, 12.0, 14.0]], [[0.0, 0.0]]]
+    outs = check(*draw("odd_sizes", dtype, device, "rc"), out_dtype=torch.float32)
+    assert all(out.dtype == torch.float32 for out in outs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -305,12 +293,6 @@ def test_addresses_past_two_gigabytes(device):
     assert out[-1, -1] == 15.0 and (small_out == 8).all()
     out[-1, -1] = 0.0
     assert not any(out[i : i + 4096].any() for i in range(0, size, 4096))
-
-
-def test_gradcheck_of_reference():
-    a_list, b_list = ([m[:3, :2].double().requires_grad_() for m in ms] for ms in draw("equal", torch.float32, "cpu"))
-    b_list = [b[:2] for b in b_list]
-    torch.autograd.gradcheck(lambda *m: tuple(reference.grouped_gemm_list(m[:3], m[3:])), (*a_list, *b_list))
 
 
 @pytest.mark.parametrize("by_columns", [[False, False], [True, False]])

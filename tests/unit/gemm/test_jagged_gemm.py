@@ -88,14 +88,6 @@ def test_float32_wgrad_kernel(kernel, device):
     assert_accurate(args.out, baseline, exact)
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_worked_by_hand(op, device):
-    a = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]], device=device)
-    b = torch.tensor([[1.0], [10.0]], device=device)
-    out = op(a, b, torch.tensor([1, 2, 3], device=device))
-    assert out.tolist() == [[0.0], [43.0], [65.0], [0.0]]
-
-
 def gradients(op, a, b, offsets, dout):
     """Return the output, then both gradients."""
     leaves = [tensor.detach().requires_grad_() for tensor in (a, b)]
@@ -251,12 +243,6 @@ def test_frozen_operands_get_no_gradient(device):
     a, b, offsets = draw("growing", torch.float32, device)
     triton_jagged(a, b.requires_grad_(), offsets).sum().backward()
     assert a.grad is None and b.grad is not None
-
-
-def test_gradcheck_of_reference():
-    a, b, offsets = draw("odd_sizes", torch.float64, "cpu")
-    a, b = a[:, :3].requires_grad_(), b[:3, :2].requires_grad_()
-    torch.autograd.gradcheck(lambda a, b: reference.jagged_gemm(a, b, offsets), (a, b))
 
 
 @slow

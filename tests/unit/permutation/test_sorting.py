@@ -106,12 +106,6 @@ def test_bounded_rows_match_reference(case, max_rows, device):
     assert_same(actual, reference.sort_by_expert(experts, case.num_experts, block_rows=16, max_rows=max_rows))
 
 
-def test_compiles_without_graph_break(device):
-    experts = torch.tensor([[2, 0], [0, 2], [1, 0]], dtype=torch.int32, device=device)
-    compiled = torch.compile(partial(triton_sort, num_experts=3), fullgraph=True, backend="aot_eager")
-    assert_same(compiled(experts), triton_sort(experts, 3))
-
-
 @pytest.mark.parametrize(
     ("experts", "num_experts", "message"),
     [

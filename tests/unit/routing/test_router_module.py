@@ -40,8 +40,7 @@ def test_matches_gemma4(implementation, device):
             [x, *(dict(router.named_parameters())[n] for n in (names.values() if router is ours else names))],
         )
         results.append((experts, weights, *gradients))
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 def test_selection_bias_stays_float32(device):

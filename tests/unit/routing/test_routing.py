@@ -38,17 +38,6 @@ def test_matches_reference(case, dtype, normalize, device):
     )
 
 
-def test_worked_by_hand(device):
-    # Probabilities 1/10, 4/10, 2/10, 3/10: the top two are expert 1 and expert 3.
-    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]], device=device).log()
-    normalized = triton_topk(logits, 2)
-    assert normalized.topk_experts.tolist() == [[1, 3]]
-    torch.testing.assert_close(normalized.topk_weights.cpu(), torch.tensor([[4 / 7, 3 / 7]]))
-    plain = triton_topk(logits, 2, spec=RouterSpec(normalize=False))
-    assert plain.topk_experts.tolist() == [[1, 3]]
-    torch.testing.assert_close(plain.topk_weights.cpu(), torch.tensor([[0.4, 0.3]]))
-
-
 @pytest.mark.parametrize("op", [triton_topk, reference.topk_routing])
 def test_normalizing_is_top_k_then_softmax_and_softmax_then_top_k(op, device):
     logits = make_inputs(CASES["odd_sizes"], torch.float32, device).logits
@@ -182,8 +171,7 @@ def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
         routed, dtokens, dw_router = run(tokens, w_router)
     expected, dtokens_float32, dw_router_float32 = run(tokens.float(), w_router)
     assert (tokens.shape, dtype) in saved and (tokens.shape, torch.float32) not in saved
-    for actual, other in zip((*routed, dw_router), (*expected, dw_router_float32), strict=True):
-        assert torch.equal(actual, other)
+    torch.testing.assert_close((*routed, dw_router), (*expected, dw_router_float32), rtol=0, atol=0)
     assert dtokens.dtype == dtype and torch.equal(dtokens, dtokens_float32.to(dtype))
 
 
@@ -197,8 +185,7 @@ def test_autocast_rounds_nothing(implementation, device):
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
             weights = linear_routing(tokens, w_router, 2, implementation=implementation).topk_weights
         results.append((weights, *torch.autograd.grad(weights[:, 0].sum(), (tokens, w_router))))
-    for plain, autocast in zip(*results, strict=True):
-        assert torch.equal(plain, autocast)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -212,11 +199,6 @@ def test_opcheck(normalize, device):
 
 
 def test_compiles_without_graph_break(device):
-    tokens = torch.randn(6, 4, device=device, requires_grad=True)
-    w_router = torch.randn(5, 4, device=device, requires_grad=True)
-    run = partial(linear_routing, top_k=2, implementation="triton")
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(tokens, w_router).topk_weights, run(tokens, w_router).topk_weights)
     logits = torch.randn(6, 5, device=device)
     compiled = torch.compile(partial(triton_topk, top_k=2), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(logits).topk_weights, triton_topk(logits, 2).topk_weights)
