@@ -79,7 +79,6 @@ from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gra
 from ..runtime.registered_ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
 from ..runtime.row_layout import empty_rows
-from ..specs import is_gated
 from .fp8_support import check_fp8_gpu, warn_if_unmeasured
 from .gradient_ops import (
     SavedForBackward,
@@ -149,7 +148,7 @@ def _check_chosen(operands: ExpertOperands) -> None:
     check_num_experts(operands.num_experts)
     if router is not None:
         check_linear_router(tokens, router.w_router)
-    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, is_gated(experts.activation))
+    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.activation)
 
 
 def _check_fp8(operands: ExpertOperands) -> None:

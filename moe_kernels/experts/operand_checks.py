@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.checks import check_dtype, check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import once_per_form
+from ..specs import is_gated
 from ..types import Weight
 
 
@@ -20,13 +21,14 @@ def check_operands(
     w_down: Weight,
     b_up: Tensor | None,
     b_down: Tensor | None,
-    gated: bool,
+    activation: str,
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None means an absent operand.
 
     Args:
         slots: `slot_to_row` with offsets, `topk_experts` without.
     """
+    gated = is_gated(activation)
     width = "2F" if gated else "F"
     given = {
         "tokens": (tokens, "T D"),

@@ -159,11 +159,17 @@ class WgradArguments(Arguments):
         return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
     def selection_key(self) -> tuple[Any, ...]:
-        gathers = index_form(self.a_row_to_token), index_form(self.dout_row_to_token)
-        num_rows = self.num_rows
-        form = *gathers, self.epilogue, num_rows == 0, self.accumulate
-        sizes = self.out.shape
-        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
+        sizes, num_rows = self.out.shape, self.num_rows
+        return (
+            sizes,
+            rows_bucket(num_rows, sizes[0]),
+            index_form(self.a_row_to_token),
+            index_form(self.dout_row_to_token),
+            self.epilogue,
+            num_rows == 0,
+            self.accumulate,
+            self._layouts(),
+        )
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))

@@ -19,7 +19,7 @@ from ...runtime.checks import (
 )
 from ...runtime.dispatch import FLOAT8, once_per_form
 from ...runtime.triton import cdiv
-from ..epilogue import check_epilogue
+from ...specs import as_activation
 
 
 @once_per_form
@@ -40,7 +40,7 @@ def check_product(
     check_same_dtype("grouped_gemm", a=a, b=b)
     _check_offsets("grouped_gemm", offsets, a=a, b=b)
     if activation is not None:
-        check_epilogue("grouped_gemm", activation, sizes["N"])
+        _check_activation(activation, sizes["N"])
     if out is not None:
         sizes["F"] = sizes["N"] // 2
         check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
@@ -48,6 +48,18 @@ def check_product(
     out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
     _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
     return out_dtype
+
+
+def _check_activation(activation: str, num_columns: int) -> None:
+    """Raise ValueError unless `activation` names a gated activation that fits this number of columns."""
+    if not isinstance(activation, str):
+        raise ValueError(
+            f"grouped_gemm: activation must be a name, got {activation!r}; apply_activation and fused_experts take more"
+        )
+    if not as_activation("grouped_gemm", activation).gated:
+        raise ValueError(f"grouped_gemm: activation must be gated, got {activation!r}")
+    if num_columns % 2:
+        raise ValueError(f"grouped_gemm: b must have an even number of columns with an activation, got N={num_columns}")
 
 
 @once_per_form
