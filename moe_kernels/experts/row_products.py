@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens in the memory layout that the kernels read."""
+        """Return the tokens in the memory layout that the steps read."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
@@ -111,13 +111,13 @@ class Rows(NamedTuple):
         if isinstance(b, ScaledMatrices):
             return self._scaled_gemm(a, b, bias, gather)
         assert isinstance(a, Tensor)
+        operands, settings = self._operands(bias, gather, extra), self._settings()
         if out is None:
             out = empty_rows(a, self.row_to_token.shape[0], b.shape[2])
-        operands = self._operands(bias, gather, extra)
         if isinstance(b, QuantizedMatrices):
             selection.run(DecodingGemmArguments.of(a, b, out, **operands))
         else:
-            selection.run_product(GroupedGemmArguments(a, b, out, **operands, **self._settings()))
+            selection.run_product(GroupedGemmArguments(a, b, out, **operands, **settings))
         return out
 
     def _operands(

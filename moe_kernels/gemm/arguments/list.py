@@ -67,6 +67,9 @@ class Survey(NamedTuple):
     area: int  # sum of M * N
     work: int  # sum of M * N * K
 
+    def num_tiles(self, block_m: int, block_n: int) -> int:
+        return sum(problem.num_tiles(block_m, block_n) for problem in self.problems)
+
 
 def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
     """Return (leading dimension, whether the matrix is stored by columns), or None if neither axis is contiguous."""

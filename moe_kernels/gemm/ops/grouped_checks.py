@@ -10,6 +10,7 @@ from ...reference_fp8 import BLOCK
 from ...runtime.checks import (
     can_be_read,
     check_dtype,
+    check_float8,
     check_no_gradient,
     check_same_device,
     check_same_dtype,
@@ -17,9 +18,10 @@ from ...runtime.checks import (
     overlaps_itself,
     result_dtype,
 )
-from ...runtime.dispatch import FLOAT8, once_per_form
+from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, once_per_form
 from ...runtime.triton import cdiv
 from ...specs import as_activation
+from ..kernel import device_cc
 
 
 @once_per_form
@@ -87,6 +89,18 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
     check_same_device(op, offsets=offsets, **operands)
     if offsets.shape[0] == 0:
         raise ValueError(f"{op}: offsets must have at least one group, got none")
+
+
+def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
+    """Return the implementation of a product whose kernels also take float8 operands.
+
+    Raises:
+        NotImplementedError: the GPU does not multiply float8, or `choose` raises.
+    """
+    chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
+    if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:
+        check_float8(op, device_cc(a.device))
+    return chosen
 
 
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:

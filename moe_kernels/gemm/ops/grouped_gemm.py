@@ -18,17 +18,16 @@ from torch import Tensor
 from ... import reference
 from ...activation.ops import _activation_backward_op, launch_activation
 from ...reference_fp8 import BLOCK, dequantize_blocks
-from ...runtime.checks import check_float8, check_no_gradient
-from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, is_traced, without_autocast
+from ...runtime.checks import check_no_gradient
+from ...runtime.dispatch import FLOAT8, choose, is_traced, without_autocast
 from ...runtime.registered_ops import registered_op
 from ...specs import as_activation
 from .. import selection
 from ..arguments.block_scaled import BlockScaledGemmArguments
 from ..arguments.grouped import GroupedGemmArguments, WgradArguments
-from ..kernel import device_cc
 from ..kernels.families import RowTileKernel
 from ..passes import launch_bias_and_scale, launch_row_scale_backward
-from .grouped_checks import check_out, check_product, check_values, check_wgrad, has_block_scales
+from .grouped_checks import check_out, check_product, check_values, check_wgrad, choose_gemm, has_block_scales
 from .reference_ops import multiply_groups_op, wgrad_op
 
 
@@ -92,7 +91,7 @@ def grouped_gemm(
     elif a.dtype == FLOAT8:
         check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
     options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
-    if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
+    if choose_gemm("grouped_gemm", implementation, a) == "reference":
         with without_autocast(a):
             if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
                 a = dequantize_blocks(a, scale_a, 1, BLOCK, torch.float32)
@@ -101,8 +100,6 @@ def grouped_gemm(
             others = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b, "activation": activation}
             others["multiply"] = multiply_groups_op if is_traced(a) else reference.multiply_groups
             return reference.grouped_gemm(a, b, offsets, bias=bias, **others, out=out, out_dtype=out_dtype)
-    if a.dtype == FLOAT8 and a.is_cuda:
-        check_float8("grouped_gemm", device_cc(a.device))
     if out is not None:
         _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
         return out
@@ -181,8 +178,9 @@ def _launch(
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
     else:
-        operands = {"bias": bias, "row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b}
-        args = GroupedGemmArguments(a, b, product, offsets=offsets, **operands)
+        args = GroupedGemmArguments(
+            a, b, product, offsets=offsets, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b
+        )
         if activation is not None and bias is None:  # a fused kernel would leave the bias out of the preactivation
             fused = dataclasses.replace(args, out=out, epilogue=activation, preactivation=preactivation)
             if selection.run_if_supported(fused):

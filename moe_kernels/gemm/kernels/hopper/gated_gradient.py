@@ -11,7 +11,7 @@ from ....runtime.gluon import OBSTACLE, compiler_options, gradient_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
-from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
+from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
 from ..families import RowTileKernel, kernel_name, num_programs, tma_status
 from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
 
@@ -111,7 +111,7 @@ def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedA
     # Wider tiles leave no shared memory for five buffers. With fewer buffers they are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
-    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     epilogue, cls = _ACTIVATIONS[0], WarpSpecializedActivationGradient
     name = kernel_name("activation_gradient", "ws", dtype, design, f"b_{b_layout}", epilogue)
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90))

@@ -16,7 +16,7 @@ from ....specs import is_gated
 from ...arguments.grouped import GroupedGemmArguments
 from ...kernel import (
     SUPPORTED,
-    GroupedGemmOperands,
+    GemmOperands,
     KernelMetadata,
     Operand,
     Status,
@@ -208,7 +208,7 @@ def _options(
 
 def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
     tma = Operand(dtype, "row", 16)
-    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
     # A gather together with an activation leaves no registers for a bias.
     optional = EXTRA if design.gather and epilogue is not None else ("bias", *EXTRA)

@@ -13,7 +13,7 @@ from ....runtime.gluon import OBSTACLE, compiler_options, scaled_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
-from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
+from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import kernel_name, num_programs
 from ..pointer_block_scaled import BlockScaledKernel
 from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
@@ -92,7 +92,7 @@ def _options(kernel: WarpSpecializedBlockScaledGemm, zero_tail: bool) -> dict[st
 
 def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:
     a, b = Operand(FLOAT8, "row", 16), Operand(FLOAT8, "column", 16)
-    operands = GroupedGemmOperands(a, b, Operand(torch.bfloat16, "row", 16, other_dtypes=(torch.float16,)))
+    operands = GemmOperands(a, b, Operand(torch.bfloat16, "row", 16, other_dtypes=(torch.float16,)))
     name, cls = kernel_name("block_scaled_gemm", "ws", FLOAT8, design), WarpSpecializedBlockScaledGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90))
 
