@@ -227,9 +227,7 @@ def listed(args: Arguments) -> Arguments:
 
 
 def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
-    if args.epilogue is None or args.epilogue not in listed.epilogues:
-        return None
-    kernel = listed.with_epilogue(args.epilogue)
+    kernel = _taking(args.epilogue, listed)
     return kernel if kernel.takes(args) else None
 
 
