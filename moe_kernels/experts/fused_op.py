@@ -107,12 +107,12 @@ class _Outputs(NamedTuple):
 @registered_op("fused_experts")
 def fused_experts_op(operands: ExpertOperands) -> _Outputs:
     operands, made = _place_slots(operands)
-    tokens, topk_weights, rows = operands.tokens, operands.topk_weights, operands.rows
+    topk_weights, rows = operands.topk_weights, operands.rows
     assert topk_weights is not None and rows is not None
-    if operands.precision is not None and tokens.is_cuda:
+    if operands.precision is not None and operands.tokens.is_cuda:
         _check_fp8(operands)
-    experts = operands.computed()
-    preactivation, activated, low = activate(experts, rows, rows.as_read(tokens), topk_weights)
+    tokens, experts = rows.as_read(operands.tokens), operands.computed()
+    preactivation, activated, low = activate(experts, rows, tokens, topk_weights)
     scales = None
     if operands.recompute:
         preactivation = None

@@ -186,8 +186,8 @@ def up_gradients_op(
 ) -> UpGradients:
     topk_weights, experts, rows = operands.topk_weights, operands.experts, operands.placed()
     assert topk_weights is not None
-    tokens = rows.as_read(operands.tokens)
     w_router = operands.router.w_router if operands.router is not None and operands.fuses_router_gradient() else None
+    tokens = rows.as_read(operands.tokens)
     dtokens = dweights = db = da = db_factor = dw = None
     if needs_tokens:
         dhidden = dpreactivation
