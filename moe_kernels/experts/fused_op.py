@@ -255,7 +255,7 @@ def compute_gradients(
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
     if not is_traced:  # a graph passes the slots in one tensor, because Inductor compiles visible slices anew
-        saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed()))
+        saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
     needs_weights = "topk_weights" in needed or needs_router

@@ -27,7 +27,7 @@ from ..runtime.row_layout import empty_aligned, empty_rows, has_aligned_rows
 from ..runtime.triton import cdiv
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
-from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+from .expert_bias import row_to_expert
 from .slot_values import launch_row_weights, launch_slot_sums
 
 
@@ -274,19 +274,13 @@ class Rows(NamedTuple):
         return launch_combine(rows, topk_weights, self.slot_to_row)
 
     def row_bias(self, bias: Tensor | None) -> RowBias | None:
-        return None if bias is None else RowBias(bias, self.row_experts())
-
-    def row_experts(self) -> Tensor:  # [R] int32
-        return row_to_expert(self.table.bounds, len(self.row_to_token))
+        return None if bias is None else RowBias(bias, row_to_expert(self.table.bounds, len(self.row_to_token)))
 
     def slot_experts(self) -> Tensor:  # [T, K] int32
-        return slot_to_expert(self.row_experts(), self.slot_to_row)
-
-    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
-        """Return the sum over each expert's rows of weight * token."""
-        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
-        row_weights = None if ones is None else self.permute(ones, topk_weights)
-        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+        """Return the expert of each slot, or -1 for a dropped slot."""
+        row_experts = row_to_expert(self.table.bounds, len(self.row_to_token))
+        experts = row_experts.index_select(0, self.slot_to_row.clamp(min=0).flatten()).view(self.slot_to_row.shape)
+        return torch.where(self.slot_to_row >= 0, experts, -1)
 
 
 _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert

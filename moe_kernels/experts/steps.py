@@ -371,4 +371,6 @@ def b_down_gradient(
     """Return the sum over each expert's rows of weight * dout."""
     assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
-    return rows.bias_gradient(dout, weights).to(experts.weights.b_down.dtype)
+    row_weights = None if weights is None else rows.permute(weights.new_ones(len(dout), 1), weights)
+    sums = launch_segment_sum(dout, rows.table.bounds, rows.row_to_token, row_weights)
+    return sums.to(experts.weights.b_down.dtype)
