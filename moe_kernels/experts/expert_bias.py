@@ -1,4 +1,4 @@
-"""Helpers for the biases of experts: the expert of each row and slot, and sums over the rows of each expert."""
+"""Helpers for the biases of experts: the expert of each row, and sums over the rows of each expert."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
     """
     rows = torch.arange(num_rows, device=bounds.device, dtype=bounds.dtype)
     return torch.searchsorted(bounds[1:-1], rows, right=True, out_int32=True).clamp_(max=len(bounds) - 3)
-
-
-def slot_to_expert(row_to_expert: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] int32
-    """Return the expert of each slot, or -1 for a dropped slot."""
-    experts = row_to_expert.index_select(0, slot_to_row.clamp(min=0).flatten()).view(slot_to_row.shape)
-    return torch.where(slot_to_row >= 0, experts, -1)
 
 
 def launch_segment_sum(

@@ -116,8 +116,8 @@ def compute_experts(
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
-    gated = settings.get("activation", _SWIGLU).gated
-    check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, gated)
+    activation = settings.get("activation", _SWIGLU).name
+    check_operands(tokens, topk_weights, permutation.slot_to_row, permutation.offsets, *weights, activation)
     operands = make_operands(tokens, weights, **settings)
     if choose("fused_experts", implementation, tokens) == "reference":
         if operands.adds_to_main_grad:

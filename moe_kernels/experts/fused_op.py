@@ -79,8 +79,6 @@ from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gra
 from ..runtime.registered_ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
 from ..runtime.row_layout import empty_rows
-from ..specs import is_gated
-from .fp8_support import check_fp8_gpu, warn_if_unmeasured
 from .gradient_ops import (
     SavedForBackward,
     UpGradients,
@@ -90,7 +88,7 @@ from .gradient_ops import (
     up_gradients_op,
 )
 from .main_grad import is_accumulated, main_grad_of, mark_added
-from .operand_checks import check_operands
+from .operand_checks import check_fp8_gpu, check_operands, warn_if_unmeasured
 from .operands import ExpertOperands
 from .row_products import Rows
 from .steps import activate, down
@@ -109,11 +107,11 @@ class _Outputs(NamedTuple):
 @registered_op("fused_experts")
 def fused_experts_op(operands: ExpertOperands) -> _Outputs:
     operands, made = _place_slots(operands)
-    tokens, topk_weights, rows = operands.tokens, operands.topk_weights, operands.placed()
-    assert topk_weights is not None
-    if operands.precision is not None and tokens.is_cuda:
+    topk_weights, rows = operands.topk_weights, operands.rows
+    assert topk_weights is not None and rows is not None
+    if operands.precision is not None and operands.tokens.is_cuda:
         _check_fp8(operands)
-    experts = operands.computed()
+    tokens, experts = rows.as_read(operands.tokens), operands.computed()
     preactivation, activated, low = activate(experts, rows, tokens, topk_weights)
     scales = None
     if operands.recompute:
@@ -149,7 +147,7 @@ def _check_chosen(operands: ExpertOperands) -> None:
     check_num_experts(operands.num_experts)
     if router is not None:
         check_linear_router(tokens, router.w_router)
-    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, is_gated(experts.activation))
+    check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.activation)
 
 
 def _check_fp8(operands: ExpertOperands) -> None:
@@ -255,11 +253,13 @@ def compute_gradients(
 ) -> dict[str, Tensor | None]:
     """Run the ops. Each tensor is dropped after its last use: see the table at the top."""
     saved = of_forward.pop()
+    is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
+    if not is_traced:  # a graph passes the slots in one tensor, because Inductor compiles visible slices anew
+        saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
     needs_weights = "topk_weights" in needed or needs_router
     needs_tokens = "tokens" in needed or (needs_weights and experts.weight_on_input)
-    is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
     hidden = hidden_gradients_op(dout, saved, needs_tokens, needs_weights, "w_down" in needed, is_traced)
     del saved
     dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled = hidden

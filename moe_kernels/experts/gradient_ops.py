@@ -20,6 +20,7 @@ from ..runtime.row_layout import empty_rows
 from ..types import ScaledRows
 from .operands import ExpertOperands
 from .steps import (
+    HiddenGradients,
     activate,
     b_down_gradient,
     b_up_gradient,
@@ -48,17 +49,6 @@ class SavedForBackward(NamedTuple):
     low: Tensor | None
 
 
-class _HiddenGradients(NamedTuple):
-    dpreactivation: Tensor  # dH [R, 2F or F]
-    weighted: Tensor  # A_w [R, F]
-    dtopk_weights: Tensor  # [T, K] float32, if the weights multiply the output
-    drows: Tensor | None  # [R, D]: gather(dout), if dw_down reads a copy
-    down_low: Tensor | None  # gather(dout) @ down_b [R, r] with adapters
-    up_low: Tensor | None  # dH @ up_b [R, r] with adapters
-    scaled: Tensor | None  # dH in e4m3 [R, 2F or F] with a precision
-    scaled_scales: Tensor | None  # [R, 2F / 128 or F / 128]
-
-
 @registered_op("experts_hidden_gradients")
 def hidden_gradients_op(
     dout: Tensor,
@@ -67,7 +57,7 @@ def hidden_gradients_op(
     needs_topk_weights: bool,
     needs_w_down: bool,
     is_traced: bool,
-) -> _HiddenGradients:
+) -> HiddenGradients:
     """Compute the gradients of the pre-activations. A tracer cannot know whether `drows` is a copy, so it always gets a
     tensor, which is unwritten if GEMMs gather."""
     operands, preactivation, scales, _ = saved
@@ -75,7 +65,7 @@ def hidden_gradients_op(
     assert topk_weights is not None
     is_own = operands.recompute or scales is not None  # whether H is a tensor of this op, which it may overwrite
     if preactivation is None:
-        preactivation, *_ = activate(experts, rows, tokens, topk_weights)
+        preactivation, *_ = activate(experts, rows, rows.as_read(tokens), topk_weights)
     elif scales is not None:
         values = preactivation.view(torch.float8_e4m3fn)
         preactivation = launch_dequantize_rows(ScaledRows(values, scales), dout.dtype)
@@ -86,7 +76,7 @@ def hidden_gradients_op(
     made = hidden_gradients(
         experts,
         rows,
-        dout,
+        rows.as_read(dout),
         topk_weights,
         preactivation,
         overwrite=is_own,
@@ -95,12 +85,11 @@ def hidden_gradients_op(
     )
     if needs_scaled and scaled is None:
         scaled = launch_quantize_rows(made.dpreactivation)
-    dpreactivation, weighted, dtopk_weights, drows, down_low, up_low = made
+    drows = made.drows if needs_w_down else None
     if is_traced and needs_w_down and drows is None:
         drows = empty_rows(dout, operands.num_rows, dout.shape[1])
-    drows = drows if needs_w_down else None
-    scaled = scaled or (None, None)
-    return _HiddenGradients(dpreactivation, weighted, dtopk_weights, drows, down_low, up_low, *scaled)
+    values, scales = scaled or (None, None)
+    return made._replace(drows=drows, scaled=values, scaled_scales=scales)
 
 
 @hidden_gradients_op.register_fake
@@ -108,7 +97,7 @@ def _(dout, saved, needs_tokens, needs_topk_weights, needs_w_down, is_traced):
     operands = saved.operands
     num_rows, d_up, adapters = operands.num_rows, operands.d_up, operands.experts.adapters
     needs_scaled = operands.precision is not None and needs_tokens
-    return _HiddenGradients(
+    return HiddenGradients(
         empty_rows(dout, num_rows, d_up),
         empty_rows(dout, num_rows, operands.experts.weights.w_down.shape[2]),
         operands.topk_weights.new_empty(operands.topk_weights.shape),
@@ -139,9 +128,10 @@ def down_gradients_op(
     needs_factors: bool,
 ) -> _DownGradients:
     experts, rows = operands.experts, operands.placed()
+    dout = rows.as_read(dout)
     dw = db = da = db_factor = None
     if needs_weight:
-        if not copies_dout(experts, rows, rows.as_read(dout)):
+        if not copies_dout(experts, rows, dout):
             drows = None
         elif drows is None:
             drows = copy_dout(experts, rows, dout)
@@ -194,9 +184,10 @@ def up_gradients_op(
     needs_bias: bool,
     needs_factors: bool,
 ) -> UpGradients:
-    tokens, topk_weights, experts, rows = operands.tokens, operands.topk_weights, operands.experts, operands.placed()
+    topk_weights, experts, rows = operands.topk_weights, operands.experts, operands.placed()
     assert topk_weights is not None
     w_router = operands.router.w_router if operands.router is not None and operands.fuses_router_gradient() else None
+    tokens = rows.as_read(operands.tokens)
     dtokens = dweights = db = da = db_factor = dw = None
     if needs_tokens:
         dhidden = dpreactivation
@@ -205,7 +196,7 @@ def up_gradients_op(
         dup_input = up_input_gradient(operands.computed(), rows, dhidden, up_low)  # dX [R, D]
         dtokens = tokens_gradient(experts, rows, dup_input, topk_weights, dtopk_weights, w_router)
         if experts.weight_on_input:
-            dweights = launch_slot_products(rows.as_read(tokens), dup_input, rows.slot_to_row)
+            dweights = launch_slot_products(tokens, dup_input, rows.slot_to_row)
         del dup_input
     if needs_bias:
         db = b_up_gradient(experts, rows, dpreactivation)

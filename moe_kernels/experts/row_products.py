@@ -4,31 +4,30 @@ weight and the kernel."""
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..activation.functions import EPILOGUES, PLAIN_EPILOGUES
 from ..activation.ops import RowBias, launch_activation, launch_scaled_activation
-from ..gemm import rule, selection
+from ..gemm import selection
 from ..gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from ..gemm.arguments.block_scaled import COLUMNS_WORTH_A_COPY, BlockScaledGemmArguments
 from ..gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
 from ..gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
 from ..gemm.batch_invariance import ASSUMED_ROWS, canonical_layout
-from ..gemm.epilogue import launch_product
 from ..gemm.kernels.pointer_decoding import MAX_ROWS
 from ..gemm.passes import launch_bias_and_scale
 from ..permutation.permute import launch_combine, launch_permute
 from ..quantization.fp8_rows import launch_quantize_rows
 from ..quantization.fp8_weights import launch_quantize_weight
 from ..quantization.kernels import launch_dequantize
-from ..runtime.row_layout import empty_aligned, empty_rows
+from ..runtime.row_layout import empty_aligned, empty_rows, has_aligned_rows
 from ..runtime.triton import cdiv
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
-from .expert_bias import launch_segment_sum, row_to_expert, slot_to_expert
+from .expert_bias import row_to_expert
 from .slot_values import launch_row_weights, launch_slot_sums
 
 
@@ -63,7 +62,7 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens in the memory layout that the kernels read."""
+        """Return the tokens in the memory layout that the steps read."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
@@ -86,9 +85,8 @@ class Rows(NamedTuple):
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
         """Return whether GEMMs read a copy of this weight with aligned rows, or write their result into such a copy."""
-        num_experts, cc = matrices.shape[0], selection.target_cc(matrices.device)
-        num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * num_experts
-        return rule.is_worth_aligning(matrices, num_rows, cc)
+        num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * matrices.shape[0]
+        return is_worth_aligning(matrices, num_rows)
 
     def decodes(self, weight: QuantizedWeight) -> bool:
         """Return whether GEMMs decode the weight while they load it: if experts have few rows on average. Batch
@@ -103,6 +101,7 @@ class Rows(NamedTuple):
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
         extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
+        out: Tensor | None = None,  # [R, N]; not with matrices in e4m3
     ) -> Tensor:  # [R, N]
         """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
 
@@ -112,28 +111,24 @@ class Rows(NamedTuple):
         if isinstance(b, ScaledMatrices):
             return self._scaled_gemm(a, b, bias, gather)
         assert isinstance(a, Tensor)
-        extra_a, extra_b = extra or (None, None)
-        out = empty_rows(a, self.row_to_token.shape[0], b.shape[2])
-        index = self.row_to_token if gather else None
+        operands, settings = self._operands(bias, gather, extra), self._settings()
+        if out is None:
+            out = empty_rows(a, self.row_to_token.shape[0], b.shape[2])
         if isinstance(b, QuantizedMatrices):
-            operands = {"row_to_token": index, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
-            selection.run(DecodingGemmArguments.of(a, b, out, tile_table=self.table, **operands))
-            return out
-        args = GroupedGemmArguments(
-            a,
-            b,
-            out,
-            row_to_token=index,
-            tile_table=self.table,
-            zero_tail=False,
-            bias=bias,
-            extra_a=extra_a,
-            extra_b=extra_b,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        launch_product(args)
+            selection.run(DecodingGemmArguments.of(a, b, out, **operands))
+        else:
+            selection.run_product(GroupedGemmArguments(a, b, out, **operands, **settings))
         return out
+
+    def _operands(
+        self, bias: Tensor | None, gather: bool, extra: tuple[Tensor, Tensor] | None
+    ) -> dict[str, Tensor | TileTable | None]:
+        extra_a, extra_b = extra or (None, None)
+        index = self.row_to_token if gather else None
+        return {"row_to_token": index, "tile_table": self.table, "bias": bias, "extra_a": extra_a, "extra_b": extra_b}
+
+    def _settings(self) -> dict[str, Any]:
+        return {"zero_tail": False, "reserved_sms": self.reserved_sms, "assumed_rows": self.assumed_rows}
 
     def _scaled_gemm(
         self, a: Tensor | ScaledRows, b: ScaledMatrices, bias: Tensor | None, gather: bool
@@ -142,19 +137,10 @@ class Rows(NamedTuple):
         if gather and b.shape[2] >= COLUMNS_WORTH_A_COPY:
             scaled, gather = self._permute_scaled(scaled), False
         out = empty_rows(b.values, self.row_to_token.shape[0], b.shape[2], dtype=b.dtype)
-        args = BlockScaledGemmArguments(
-            scaled.values,
-            b.values,
-            out,
-            scaled.scales,
-            b.scales,
-            row_to_token=self.row_to_token if gather else None,
-            tile_table=self.table,
-            zero_tail=False,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        selection.run(args)
+        operands = scaled.values, b.values, out, scaled.scales, b.scales
+        index = self.row_to_token if gather else None
+        settings = self._settings()
+        selection.run(BlockScaledGemmArguments(*operands, row_to_token=index, tile_table=self.table, **settings))
         if bias is not None:
             launch_bias_and_scale(out, bias, None, self.table)
         return out
@@ -174,43 +160,17 @@ class Rows(NamedTuple):
         if isinstance(b, ScaledMatrices):
             preactivation = self.gemm(a, b, gather=gather)
             return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
-        in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
-        fusible = in_epilogue and activation.published and not activation.interleaved
-        if fusible and isinstance(b, Tensor) and (fused := self._fused_gemm(a, b, activation, bias, gather, extra)):
-            return fused
-        preactivation = self.gemm(a, b, gather=gather, extra=extra)
-        out = empty_rows(a, preactivation.shape[0], preactivation.shape[1] // (1 + activation.gated))
-        return preactivation, launch_activation(preactivation, activation, self.row_bias(bias), out)
-
-    def _fused_gemm(
-        self,
-        a: Tensor,
-        b: Tensor,
-        activation: Activation,
-        bias: Tensor | None,
-        gather: bool,
-        extra: tuple[Tensor, Tensor] | None,
-    ) -> tuple[Tensor, Tensor] | None:
-        """Return product and activation from one kernel, or None if no kernel computes both for these arguments."""
-        extra_a, extra_b = extra or (None, None)
         num_rows, num_columns = self.row_to_token.shape[0], b.shape[2]
         preactivation = empty_rows(a, num_rows, num_columns)
-        args = GroupedGemmArguments(
-            a,
-            b,
-            empty_rows(a, num_rows, num_columns // (1 + activation.gated)),
-            row_to_token=self.row_to_token if gather else None,
-            tile_table=self.table,
-            epilogue=activation.name,
-            preactivation=preactivation,
-            zero_tail=False,
-            bias=bias,
-            extra_a=extra_a,
-            extra_b=extra_b,
-            reserved_sms=self.reserved_sms,
-            assumed_rows=self.assumed_rows,
-        )
-        return (preactivation, args.out) if selection.run_if_supported(args) else None
+        out = empty_rows(a, num_rows, num_columns // (1 + activation.gated))
+        in_epilogue = activation.name in (*EPILOGUES, *PLAIN_EPILOGUES)
+        if in_epilogue and activation.published and not activation.interleaved and isinstance(b, Tensor):
+            operands = {**self._operands(bias, gather, extra), **self._settings()}
+            epilogue = {"epilogue": activation.name, "preactivation": preactivation}
+            if selection.run_if_supported(GroupedGemmArguments(a, b, out, **operands, **epilogue)):
+                return preactivation, out
+        self.gemm(a, b, gather=gather, extra=extra, out=preactivation)
+        return preactivation, launch_activation(preactivation, activation, self.row_bias(bias), out)
 
     def activation_gradient(
         self,
@@ -231,6 +191,8 @@ class Rows(NamedTuple):
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
             return None
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
+        if not is_worth_fusing(b, num_rows):
+            return None
         # Expanded tensors have the shape of the results without allocating their memory.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
@@ -247,7 +209,7 @@ class Rows(NamedTuple):
             tile_table=self.table,
             reserved_sms=self.reserved_sms,
         )
-        if not rule.is_worth_fusing(args) or selection.find(args) is None:
+        if selection.find(args) is None:
             return None
         dpreactivation = preactivation if overwrite else empty_rows(preactivation, num_rows, 2 * d_ff)
         weighted = empty_rows(preactivation, num_rows, d_ff)
@@ -312,19 +274,36 @@ class Rows(NamedTuple):
         return launch_combine(rows, topk_weights, self.slot_to_row)
 
     def row_bias(self, bias: Tensor | None) -> RowBias | None:
-        return None if bias is None else RowBias(bias, self.row_experts())
-
-    def row_experts(self) -> Tensor:  # [R] int32
-        return row_to_expert(self.table.bounds, len(self.row_to_token))
+        return None if bias is None else RowBias(bias, row_to_expert(self.table.bounds, len(self.row_to_token)))
 
     def slot_experts(self) -> Tensor:  # [T, K] int32
-        return slot_to_expert(self.row_experts(), self.slot_to_row)
+        """Return the expert of each slot, or -1 for a dropped slot."""
+        row_experts = row_to_expert(self.table.bounds, len(self.row_to_token))
+        experts = row_experts.index_select(0, self.slot_to_row.clamp(min=0).flatten()).view(self.slot_to_row.shape)
+        return torch.where(self.slot_to_row >= 0, experts, -1)
 
-    def bias_gradient(self, tokens: Tensor, topk_weights: Tensor | None) -> Tensor:  # [E, D] float32
-        """Return the sum over each expert's rows of weight * token."""
-        ones = topk_weights.new_ones(len(tokens), 1) if topk_weights is not None else None
-        row_weights = None if ones is None else self.permute(ones, topk_weights)
-        return launch_segment_sum(tokens, self.table.bounds, self.row_to_token, row_weights)
+
+_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
+_ROWS_NOT_WORTH_FUSING = 128  # per expert
+_LONGEST_FUSED = 3072  # columns of the reduction
+
+
+def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
+    """Return whether the GPU's copy engine saves more time than a copy to aligned rows costs. The tensor is an operand
+    or the result of a GEMM. The copy engine needs rows that are multiples of 16 bytes."""
+    many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
+    is_copied = many and matrices.element_size() == 2 and selection.target_cc(matrices.device) >= 90
+    return is_copied and not has_aligned_rows(matrices)
+
+
+def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
+    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
+
+    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. Its additional reads grow
+    with the length of the reduction, but the cost of the saved pass does not. With few rows other designs multiply
+    faster.
+    """
+    return num_rows > _ROWS_NOT_WORTH_FUSING * b.shape[0] and b.shape[1] <= _LONGEST_FUSED
 
 
 def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:

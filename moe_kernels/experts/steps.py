@@ -122,7 +122,7 @@ def activate(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> Activated:
     """Return H = gather(tokens) @ w_up^T and A = activation(H)."""
-    weights, (up_a, up_b, _, _), tokens = experts.weights, experts.adapters, rows.as_read(tokens)
+    weights, (up_a, up_b, _, _), activation = experts.weights, experts.adapters, experts.kind()
     copy = experts.weight_on_input or rows.choose_copies(tokens, weights).tokens_forward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     low = extra = None
@@ -131,7 +131,7 @@ def activate(
         low = rows.gemm(rows_in if scaled else tokens.contiguous(), up_a.transpose(1, 2), gather=not scaled)
         extra = low, up_b.transpose(1, 2)
     w_up = rows.matrices(weights.w_up, tokens.dtype, transposed=True)
-    hidden = rows.activated_gemm(rows_in, w_up, experts.kind(), weights.b_up, gather=not copy, extra=extra)
+    hidden = rows.activated_gemm(rows_in, w_up, activation, weights.b_up, gather=not copy, extra=extra)
     return Activated(*hidden, low)
 
 
@@ -154,6 +154,8 @@ class HiddenGradients(NamedTuple):
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
+    scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F] with a precision
+    scaled_scales: Tensor | None = None  # [R, 2F / 128 or F / 128]
 
 
 def hidden_gradients(
@@ -173,8 +175,7 @@ def hidden_gradients(
     With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination dH and A_w are written
     there. `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
     """
-    dout, b_down = rows.as_read(dout), experts.weights.b_down
-    _, up_b, down_a, down_b = experts.adapters
+    b_down, (_, up_b, down_a, down_b) = experts.weights.b_down, experts.adapters
     of_other_rows = destination is not None  # the rows of dH then follow another permutation
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
@@ -248,7 +249,6 @@ def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
 
 def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [R, D]
     """Copy `dout` to its rows. Return None if a gather inside the GEMMs is faster."""
-    dout = rows.as_read(dout)
     return rows.permute(dout) if rows.choose_copies(dout, experts.weights).dout else None
 
 
@@ -261,7 +261,7 @@ def w_down_gradient(
     main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]
     """Return gather(dout)^T @ A_w, or `main_grad`, to which the product is added."""
-    a = rows.as_read(dout).contiguous() if drows is None else drows
+    a = dout.contiguous() if drows is None else drows
     if _is_transposed(experts.weights.w_down):
         return rows.wgrad(weighted, a, gather_dout=drows is None, add_to=_transposed(main_grad)).transpose(1, 2)
     return rows.wgrad(a, weighted, gather_a=drows is None, add_to=main_grad)
@@ -276,7 +276,6 @@ def w_up_gradient(
     main_grad: Tensor | None = None,  # [E, 2F or F, D]
 ) -> Tensor:  # [E, 2F or F, D]
     """Return dH^T @ gather(tokens), or `main_grad`, to which the product is added."""
-    tokens = rows.as_read(tokens)
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     if _is_transposed(experts.weights.w_up):
@@ -309,7 +308,6 @@ def up_adapter_gradients(
 
     Memory bandwidth bounds these narrow products. They gather, because tokens fit the L2 cache better than rows.
     """
-    tokens = rows.as_read(tokens)
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
     else:
@@ -328,8 +326,7 @@ def down_adapter_gradients(
     down_a = experts.adapters.down_a
     assert down_a is not None
     low = rows.gemm(weighted, down_a.transpose(1, 2))
-    dout = rows.as_read(dout).contiguous()
-    return rows.wgrad(down_low, weighted), rows.wgrad(low, dout, gather_dout=True)
+    return rows.wgrad(down_low, weighted), rows.wgrad(low, dout.contiguous(), gather_dout=True)
 
 
 def up_input_gradient(
@@ -374,4 +371,6 @@ def b_down_gradient(
     """Return the sum over each expert's rows of weight * dout."""
     assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
-    return rows.bias_gradient(rows.as_read(dout), weights).to(experts.weights.b_down.dtype)
+    row_weights = None if weights is None else rows.permute(weights.new_ones(len(dout), 1), weights)
+    sums = launch_segment_sum(dout, rows.table.bounds, rows.row_to_token, row_weights)
+    return sums.to(experts.weights.b_down.dtype)

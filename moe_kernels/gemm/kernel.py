@@ -60,8 +60,8 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class GroupedGemmOperands:
-    """out[start:end] = A[start:end] @ B[g]."""
+class GemmOperands:
+    """out = A @ B, or the same for each group, matrix of a batch, or pair of a list."""
 
     A: Operand
     B: Operand
@@ -74,15 +74,6 @@ class WgradOperands:
 
     A: Operand
     dout: Operand
-    out: Operand
-
-
-@dataclass(frozen=True)
-class GemmOperands:
-    """out = A @ B."""
-
-    A: Operand
-    B: Operand
     out: Operand
 
 
@@ -133,7 +124,7 @@ class KernelMetadata:
     kernel_name: str
     kernel_class: type[Kernel]
     min_cc: int
-    operands: Any  # the family's class of operands: GroupedGemmOperands, WgradOperands, GemmOperands, ...
+    operands: Any  # the family's class of operands: GemmOperands, WgradOperands, ...
     design: Design
     epilogue: str | None = None  # the activation applied to the product
     max_cc: int | None = None  # highest supported compute capability; None: no limit
@@ -188,12 +179,15 @@ class Kernel(abc.ABC):
         wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
         return Status(f"needs compute capability {wanted}, the device has {cc}")
 
+    @functools.cache  # noqa: B019  # the catalog keeps its kernels
     def with_epilogue(self, activation: str) -> Kernel:
         """Return this kernel with another of its `epilogues`. It must already have one.
 
         The catalog lists one activation in place of all, because the fastest kernel does not depend on the activation.
         """
-        return _with_epilogue(self, activation)
+        assert self.metadata.epilogue is not None
+        name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
+        return type(self)(dataclasses.replace(self.metadata, kernel_name=name, epilogue=activation))
 
     def run(
         self,
@@ -310,13 +304,6 @@ class Kernel(abc.ABC):
                 )
         memory = workspace.view(-1).view(torch.uint8)
         return self.with_metadata(args, memory[scratch_bytes:num_bytes]), memory[:scratch_bytes].view(torch.int8)
-
-
-@functools.cache
-def _with_epilogue(kernel: Kernel, activation: str) -> Kernel:
-    assert kernel.metadata.epilogue is not None
-    name = kernel.metadata.kernel_name.replace(kernel.metadata.epilogue, activation)
-    return type(kernel)(dataclasses.replace(kernel.metadata, kernel_name=name, epilogue=activation))
 
 
 @functools.cache

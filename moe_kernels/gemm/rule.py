@@ -1,12 +1,7 @@
-"""The rule of thumb for sizes without a measurement: the order of kernels, and whether copies and fusions are worth
-their cost."""
+"""The rule of thumb for sizes without a measurement: the order of kernels."""
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..runtime.row_layout import has_aligned_rows
-from .arguments.activation_gradient import ActivationGradientArguments
 from .arguments.base import Arguments, layout_of, rows_bucket
 from .arguments.grouped import GroupedGemmArguments, WgradArguments
 from .kernel import Design, Kernel, PointerDesign, StreamingDesign, WarpSpecializedDesign
@@ -26,29 +21,6 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 
     return sorted(kernels, key=rank)
 
-
-def is_worth_fusing(args: ActivationGradientArguments) -> bool:
-    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
-
-    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. Its additional reads grow
-    with the length of the reduction, but the cost of the saved pass does not. With few rows other designs multiply
-    faster.
-    """
-    num_groups, depth, _ = args.B.shape
-    return rows_bucket(args.num_rows, num_groups) >= _ROWS_WORTH_FUSING and depth <= _LONGEST_FUSED
-
-
-def is_worth_aligning(matrices: Tensor, num_rows: int, cc: int) -> bool:
-    """Return whether the copy engine of a GPU of compute capability `cc` saves more time than a copy to aligned rows
-    costs. The tensor is an operand or the result of a GEMM. The copy engine needs rows that are multiples of 16
-    bytes."""
-    many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
-    return many and cc >= 90 and matrices.element_size() == 2 and not has_aligned_rows(matrices)
-
-
-_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
-_ROWS_WORTH_FUSING = 256  # per expert; a bound of `rows_bucket`
-_LONGEST_FUSED = 3072  # columns of the reduction
 
 # Multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -24,9 +24,11 @@ from ..runtime.replay import clear_records, require_single_launches
 from ..runtime.triton import HAS_TRITON
 from .arguments.base import Arguments, rows_bucket
 from .arguments.grouped import GroupedGemmArguments
-from .kernel import Kernel, KernelMetadata, WarpSpecializedDesign, device_cc
+from .kernel import Kernel, KernelMetadata, PointerDesign, WarpSpecializedDesign, device_cc
 from .kernels import ALL_KERNELS
+from .kernels.families import GroupedGemmKernel
 from .measurements import Table, table_of
+from .passes import launch_bias_and_scale
 from .rule import best_first
 from .verify import verified, verify_interval
 
@@ -151,6 +153,30 @@ def run_if_supported(args: Arguments) -> bool:
     return _run(args) is not None
 
 
+def run_product(args: GroupedGemmArguments) -> None:
+    """Write `args.out`, without an epilogue, as `run` does. Bias and row scale take a second launch if that is faster.
+
+    The fastest kernels support no row scale and not every bias. After such a kernel, a memory-bound pass over the
+    output applies them and rounds the product once more.
+    """
+    if args.bias is None and args.row_scale is None:
+        return run(args)
+    if args.row_scale is None and _is_fast(find(args)):
+        return run(args)
+    plain = dataclasses.replace(args, bias=None, row_scale=None)
+    kernel = find(plain)
+    # float16 may overflow before the scale or the bias makes the values small.
+    if args.out.dtype == torch.float16 or not _is_fast(kernel):
+        return run(args)
+    table = kernel.tile_table(plain)
+    run(dataclasses.replace(plain, tile_table=table))  # runs the same kernel
+    launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
+
+
+def _is_fast(kernel: Kernel | None) -> TypeGuard[GroupedGemmKernel]:
+    return kernel is not None and not isinstance(kernel.metadata.design, PointerDesign)
+
+
 def _run(args: Arguments) -> Kernel | None:
     if (plan := _planner.plan) is None:
         return _launch(args)
@@ -201,9 +227,7 @@ def listed(args: Arguments) -> Arguments:
 
 
 def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
-    if args.epilogue is None or args.epilogue not in listed.epilogues:
-        return None
-    kernel = listed.with_epilogue(args.epilogue)
+    kernel = _taking(args.epilogue, listed)
     return kernel if kernel.takes(args) else None
 
 

@@ -73,17 +73,13 @@ class Places(NamedTuple):
         return values
 
 
-def places_of(values: Iterable[Any]) -> Places:
-    """Return the positions of the tensors. One look-up by the types of all values is faster than a loop over the
-    values."""
-    return _places_of_types(tuple(map(type, values)))
-
-
 _numbers = itertools.count()
 
 
 @functools.lru_cache(maxsize=4096)
-def _places_of_types(types: tuple[type, ...]) -> Places:
+def places_of(*types: type) -> Places:
+    """Return the positions of the tensors among values of these types. One look-up is faster than a loop over the
+    values."""
     places = [i for i, kind in enumerate(types) if issubclass(kind, Tensor)]
     others = [i for i, kind in enumerate(types) if kind is not type(None) and i not in places]
     readers = tuple(places), _reader(places), tuple(others), _reader(others)

@@ -86,11 +86,6 @@ def default_store() -> Any:
     return torch.distributed.distributed_c10d._get_default_store()
 
 
-def float32_uses_tf32() -> bool:
-    """Return whether PyTorch's old or new setting makes products of float32 matrices use TF32."""
-    return fp32_precision("cuda", "matmul") == "tf32"
-
-
 def is_in_backward() -> bool:
     """Return whether a backward runs in this thread. A forward that runs then recomputes a checkpointed region."""
     return torch._C._current_graph_task_id() != -1

@@ -65,7 +65,7 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
     """Return the result of a function that calls ops. If nothing sees the ops, their launches are replayed as one
     list."""
-    if torch.is_grad_enabled() or not places_of(tensors).are_plain or not is_unseen(tensors):
+    if torch.is_grad_enabled() or not places_of(*map(type, tensors)).are_plain or not is_unseen(tensors):
         return function(tensors)
     with _below_autograd():
         return replayed.run(key, tensors, function)
@@ -106,7 +106,7 @@ class Op:
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if launching.is_in_function:
             return self._function(*args)
-        places = places_of(leaves)
+        places = places_of(*map(type, leaves))
         tensors = places.read(leaves)
         others = places.read_others(leaves)
         if places.are_plain and may_replay(tensors):
@@ -183,13 +183,13 @@ class Op:
             return self._replayed.run(
                 others, [*tensors], lambda _: self._function(*signature.pack(*signature.from_schema(tensors, others)))
             )
-        places = places_of(arguments)
+        places = places_of(*map(type, arguments))
         return self._run(places, places.read_others(arguments), places.read(arguments), arguments)
 
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
-        tensors = arguments[0] if signature.has_packed else places_of(arguments).read(arguments)
-        are_plain = places_of(tensors).are_plain  # tensors of tracers are not: their sizes may be symbols
+        tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
+        are_plain = places_of(*map(type, tensors)).are_plain  # tensors of tracers are not: their sizes may be symbols
         if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # compiled code
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)
@@ -200,7 +200,7 @@ class Op:
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             check_transforms(f"moe_kernels::{self.name}", tensors)
             leaves = signature.from_schema(*arguments)
-            places = places_of(leaves)
+            places = places_of(*map(type, leaves))
             tensors = places.read(leaves)
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             return self._node.apply(*(tensors if signature.has_packed else leaves), call)

@@ -26,7 +26,8 @@ from .. import reference
 from ..activation.functions import EPILOGUES
 from ..experts.fused import fused_experts
 from ..experts.plan import Step
-from ..gemm import measurements, rule, selection
+from ..experts.row_products import is_worth_aligning
+from ..gemm import measurements, selection
 from ..gemm.arguments.activation_gradient import ActivationGradientArguments
 from ..gemm.arguments.base import Arguments
 from ..gemm.arguments.decoding import DecodingGemmArguments
@@ -150,7 +151,8 @@ def print_steps(layer: Layer, steps: list[Step], target: Target) -> None:
     if layer.format is not None and not decodes:
         print(f"Weights: {layer.format}, dequantised before each GEMM")
     weights = {"w_up": layer.w_up, "w_down": layer.w_down}
-    aligned = [name for name, w in weights.items() if rule.is_worth_aligning(w, layer.num_rows, target.cc)]
+    with selection.planning(target):
+        aligned = [name for name, weight in weights.items() if is_worth_aligning(weight, layer.num_rows)]
     if aligned and not decodes:
         print(f"Weights: GEMMs read aligned copies of {' and '.join(aligned)}")
     for step in steps:

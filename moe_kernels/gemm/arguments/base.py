@@ -141,3 +141,50 @@ class Arguments(abc.ABC):
         if all(getattr(self, name) is None for name in names):
             return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
         return None
+
+
+class RowArguments(Arguments):
+    """Base of the products out[start:end] = A[start:end] @ B[g] for every group g of rows."""
+
+    B: Tensor  # [G, K, N]
+    offsets: Tensor | None  # [G] int32; not read when tile_table is given
+    row_to_token: Tensor | None  # [R] int32: row r reads A[row_to_token[r]]
+    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows for which the kernel is chosen."""
+        return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
+
+    def _row_key(self) -> tuple[Any, ...]:
+        """Return the part of `selection_key` that all these products have."""
+        sizes = self.B.shape
+        return (
+            sizes,
+            rows_bucket(self.num_rows, sizes[0]),
+            index_form(self.row_to_token),
+            self.epilogue,
+            self.assumed_rows,
+            self.out.shape[0] == 0,
+            self._layouts(),
+        )
+
+    def _row_table_key(self, op: str, suffix: str = "") -> str:
+        layout = "row" if self.B.stride(2) == 1 else "column"
+        gather = "A" if self.row_to_token is not None else "none"
+        form = f"{op} B={layout} gather={gather}{suffix}"
+        return sized_key(form, self.A.dtype, *self.B.shape, num_rows=self.num_rows)
+
+    def _row_error(self) -> str | None:
+        """Return the error in A, B, the axes of out and the integers, or None."""
+        if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
+            return error
+        (num_a_rows, depth), (num_groups, _, num_columns), num_rows = self.A.shape, self.B.shape, self.out.shape[0]
+        return (
+            self._expect("B", num_groups, depth, num_columns)
+            or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
+            or self._expect("offsets", num_groups, dtype=torch.int32)
+            or self._expect("row_to_token", num_rows, dtype=torch.int32)
+            or self._expect_contiguous("row_to_token")
+            or self._expect_one_of("offsets", "tile_table")
+        )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...specs import is_gated
 from ...types import TileTable
-from .base import Arguments, index_form, layout_of, rows_bucket, sized_key
+from .base import Arguments, RowArguments, index_form, layout_of, rows_bucket, sized_key
 
 
 @dataclass(eq=False)
-class GroupedGemmArguments(Arguments):
+class GroupedGemmArguments(RowArguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
     `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
@@ -53,11 +53,6 @@ class GroupedGemmArguments(Arguments):
     assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
 
     @property
-    def num_rows(self) -> int:
-        """Return the number of rows for which the kernel is chosen."""
-        return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
-
-    @property
     def product(self) -> Tensor:  # [R, N]
         if self.epilogue is None:
             return self.out
@@ -69,54 +64,37 @@ class GroupedGemmArguments(Arguments):
         return [self.out] if self.preactivation is None else [self.out, self.preactivation]
 
     def selection_key(self) -> tuple[Any, ...]:
-        sizes, bias, product = self.B.shape, self.bias, self.preactivation
-        extra = None
+        bias, product, extra = self.bias, self.preactivation, None
         if self.extra_a is not None and self.extra_b is not None:
             extra = self.extra_a.shape[1], layout_of(self.extra_a), layout_of(self.extra_b)
         return (
-            sizes,
-            rows_bucket(self.num_rows, sizes[0]),
-            index_form(self.row_to_token),
-            self.epilogue,
+            *self._row_key(),
             None if bias is None else (bias.dtype, bias.stride(-1) == 1),
             self.row_scale is None,
             self.scale_a is None,
             self.scale_b is None,
-            self.assumed_rows,
-            self.out.shape[0] == 0,
             None if product is None else layout_of(product),
             extra,
-            self._layouts(),
         )
 
     def table_key(self) -> str:
-        num_groups, size_k, size_n = self.B.shape
-        layout = "row" if self.B.stride(2) == 1 else "column"
-        gather = "A" if self.row_to_token is not None else "none"
-        form = f"grouped_gemm B={layout} gather={gather} epilogue={self.epilogue or 'none'}"
-        return sized_key(form, self.A.dtype, num_groups, size_k, size_n, self.num_rows)
+        return self._row_table_key("grouped_gemm", f" epilogue={self.epilogue or 'none'}")
 
     def shape_error(self) -> str | None:
-        if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
+        if error := self._row_error():
             return error
-        (num_a_rows, depth), (num_groups, _, num_columns) = self.A.shape, self.B.shape
+        num_groups, _, num_columns = self.B.shape
         num_rows, gated = self.out.shape[0], is_gated(self.epilogue)
         if gated and num_columns % 2:
             return f"Operand `B`: expected an even number of columns with {self.epilogue}, got {list(self.B.shape)}"
         return (
-            self._expect("B", num_groups, depth, num_columns)
-            or (num_a_rows != num_rows and self.row_to_token is None and self._expect("A", num_rows, depth))
-            or self._expect("out", num_rows, num_columns // 2 if gated else num_columns)
-            or self._expect("offsets", num_groups, dtype=torch.int32)
-            or self._expect("row_to_token", num_rows, dtype=torch.int32)
-            or self._expect_contiguous("row_to_token")
+            self._expect("out", num_rows, num_columns // 2 if gated else num_columns)
             or self._expect("preactivation", num_rows, num_columns, dtype=self.out.dtype)
             or self._expect("bias", num_groups, num_columns)
             or self._expect("row_scale", num_rows, dtype=torch.float32)
-            or self._expect("scale_a", num_a_rows, dtype=torch.float32)
+            or self._expect("scale_a", self.A.shape[0], dtype=torch.float32)
             or self._expect("scale_b", num_groups, num_columns, dtype=torch.float32)
             or self._extra_error(num_rows, num_groups, num_columns)
-            or self._expect_one_of("offsets", "tile_table")
         )
 
     def _extra_error(self, num_rows: int, num_groups: int, num_columns: int) -> str | None:
@@ -159,11 +137,17 @@ class WgradArguments(Arguments):
         return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
     def selection_key(self) -> tuple[Any, ...]:
-        gathers = index_form(self.a_row_to_token), index_form(self.dout_row_to_token)
-        num_rows = self.num_rows
-        form = *gathers, self.epilogue, num_rows == 0, self.accumulate
-        sizes = self.out.shape
-        return *sizes, rows_bucket(num_rows, sizes[0]), *form, *self._layouts()
+        sizes, num_rows = self.out.shape, self.num_rows
+        return (
+            sizes,
+            rows_bucket(num_rows, sizes[0]),
+            index_form(self.a_row_to_token),
+            index_form(self.dout_row_to_token),
+            self.epilogue,
+            num_rows == 0,
+            self.accumulate,
+            self._layouts(),
+        )
 
     def table_key(self) -> str:
         gathers = (("A", self.a_row_to_token), ("dout", self.dout_row_to_token))

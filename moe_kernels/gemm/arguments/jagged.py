@@ -56,8 +56,6 @@ class JaggedGemmArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """Return all properties that decide whether and how fast kernels run. The number of rows is rounded up to a
-        power of two."""
         aligned = tuple(
             tensor.data_ptr() % 16 == 0
             and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
@@ -68,7 +66,6 @@ class JaggedGemmArguments(Arguments):
         return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
 
     def table_key(self) -> str:
-        """Return the key for tables of measured kernels."""
         layout = "row" if self.B.stride(1) == 1 else "column"
         size_k, size_n = self.B.shape
         return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"

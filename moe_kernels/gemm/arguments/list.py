@@ -67,6 +67,9 @@ class Survey(NamedTuple):
     area: int  # sum of M * N
     work: int  # sum of M * N * K
 
+    def num_tiles(self, block_m: int, block_n: int) -> int:
+        return sum(problem.num_tiles(block_m, block_n) for problem in self.problems)
+
 
 def leading_dimension(matrix: Tensor) -> tuple[int, bool] | None:
     """Return (leading dimension, whether the matrix is stored by columns), or None if neither axis is contiguous."""
@@ -121,11 +124,8 @@ class GroupedGemmListArguments(Arguments):
     def operands(self) -> dict[str, Tensor]:
         """Return the operands of the first problem with a nonempty output. The other problems differ only in their
         sizes."""
-        lists = (
-            self.A_list,
-            self.B_list,
-            self.out_list,
-        )  # lists of different lengths are reported as an error later, so they must not crash here
+        lists = self.A_list, self.B_list, self.out_list
+        # Lists of different lengths are reported as an error later, so they must not crash here.
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
         shown = next(filled, None) or next(zip(*lists, strict=False), ())
         return dict(zip(self.operand_names, shown, strict=False))
@@ -198,7 +198,6 @@ class GroupedGemmListArguments(Arguments):
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()
 
     def table_key(self) -> str:
-        """Return the key for tables of measured kernels."""
         groups, m, n, k, area = self._size_class()
         layouts = "A={} B={}".format(*self.survey.layouts)
         form = f"grouped_gemm_list {layouts}{epilogue_key(self.epilogue)} {str(self.A.dtype)[6:]}"

@@ -16,7 +16,7 @@ from ...runtime.triton import cdiv
 from ..arguments.base import is_one_behind_another
 from ..arguments.dense import GemmArguments
 from ..arguments.grouped import GroupedGemmArguments
-from ..kernel import GemmOperands, Status
+from ..kernel import Status
 from .families import WrappedGroupedGemm, padded, plain_products
 from .hopper.grouped import WARP_SPECIALIZED_KERNELS
 from .tma import TMA_KERNELS
@@ -29,7 +29,6 @@ class BatchedGemm(WrappedGroupedGemm):
 
     arguments_class = GemmArguments
     form = "gemm"
-    operands_class = GemmOperands
 
     def supports_design(self, args: GemmArguments) -> Status:
         if args.out.dim() == 3 and args.A.dim() == 2:

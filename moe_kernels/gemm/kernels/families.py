@@ -13,15 +13,11 @@ from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOG
 from ...runtime.triton import INTERPRET, cdiv
 from ...specs import is_gated
 from ...types import TileTable
-from ..arguments.activation_gradient import ActivationGradientArguments
-from ..arguments.base import Arguments
-from ..arguments.block_scaled import BlockScaledGemmArguments
+from ..arguments.base import Arguments, RowArguments
 from ..arguments.grouped import GroupedGemmArguments, WgradArguments
 from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
-
-RowTileArguments = GroupedGemmArguments | BlockScaledGemmArguments | ActivationGradientArguments
 
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
 _BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
@@ -31,14 +27,14 @@ class RowTileKernel(Kernel):
     """Base of kernels whose tiles are rows of one group times columns. It estimates their work and makes their tile
     table."""
 
-    def estimate(self, args: RowTileArguments) -> float:
+    def estimate(self, args: RowArguments) -> float:
         """Return the cost of one group and one step of the reduction."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
-    def tile_table(self, args: RowTileArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+    def tile_table(self, args: RowArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
         """Return the tile table of the arguments if it has this kernel's tile height, else make one."""
         if self._has_table(args):
             return args.tile_table
@@ -53,10 +49,10 @@ class RowTileKernel(Kernel):
         """Return the height of the tiles of a table that the kernel makes."""
         return self.metadata.design.tile_shape[0]
 
-    def _has_table(self, args: RowTileArguments) -> bool:
+    def _has_table(self, args: RowArguments) -> bool:
         return args.tile_table is not None and args.tile_table.block_rows == self._table_rows
 
-    def metadata_bytes(self, args: RowTileArguments) -> int:
+    def metadata_bytes(self, args: RowArguments) -> int:
         if self._has_table(args):
             return 0
         return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
@@ -64,7 +60,7 @@ class RowTileKernel(Kernel):
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
         return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
 
-    def _index_error(self, args: RowTileArguments) -> str | None:
+    def _index_error(self, args: RowArguments) -> str | None:
         gather = self.metadata.design.gather
         if (args.row_to_token is not None) == gather:
             return None
@@ -119,14 +115,11 @@ class WrappedGroupedGemm(Kernel):
     table."""
 
     form: str  # replaces "grouped_gemm" in the kernel's name
-    operands_class: type
 
     def __init__(self, grouped: GroupedGemmKernel, suffix: str = ""):
-        metadata, operands = grouped.metadata, grouped.metadata.operands
-        name = metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
-        operands = self.operands_class(operands.A, operands.B, operands.out)
-        changes = {"kernel_name": name, "kernel_class": type(self), "operands": operands, "optional_operands": ()}
-        super().__init__(dataclasses.replace(metadata, **changes))
+        name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
+        changes = {"kernel_name": name, "kernel_class": type(self), "optional_operands": ()}
+        super().__init__(dataclasses.replace(grouped.metadata, **changes))
         self.grouped = self.compiled_as = grouped
         self.obstacle = grouped.obstacle
 

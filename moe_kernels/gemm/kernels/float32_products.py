@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...runtime.pytorch import float32_uses_tf32
+from ...runtime.pytorch import fp32_precision
 from ...runtime.triton import tl, triton
 from ..kernel import device_cc
 
@@ -29,7 +29,7 @@ def dot_precision(operand: Tensor) -> str | None:
     """
     if operand.dtype != torch.float32:
         return None
-    if float32_uses_tf32():
+    if fp32_precision("cuda", "matmul") == "tf32":  # by PyTorch's old or new setting
         return "tf32"
     return "float64" if has_fast_float64(operand.device) else "float32"
 

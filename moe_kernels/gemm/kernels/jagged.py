@@ -9,7 +9,6 @@ before the first offset and after the last.
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ...runtime.launch import Launch, launch_kernel
 from ...runtime.triton import cdiv, next_power_of_2, tl, triton
 from ...types import TileTable
 from ..arguments.jagged import JaggedGemmArguments
-from ..kernel import Kernel, KernelMetadata, Operand, Status, WgradOperands
+from ..kernel import Kernel, KernelMetadata, Status, WgradOperands
 from ..tile_table import MAX_GROUPS, larger, table_blocks, tile_table_bytes, tile_table_in, write_tile_table
 from .families import GroupedGemmKernel, WrappedGroupedGemm, num_programs, plain_products
 from .hopper.grouped import WARP_SPECIALIZED_KERNELS
@@ -27,21 +26,11 @@ from .tma import TMA_KERNELS
 from .tma_wgrad import TMA_WGRAD_KERNELS
 
 
-@dataclass(frozen=True)
-class JaggedGemmOperands:
-    """out = A @ B for the rows of the groups."""
-
-    A: Operand
-    B: Operand
-    out: Operand
-
-
 class JaggedGemm(WrappedGroupedGemm):
     """A grouped GEMM kernel, given a tile table for packed rows that share B."""
 
     arguments_class = JaggedGemmArguments
     form = "jagged_gemm"
-    operands_class = JaggedGemmOperands
 
     def __init__(self, grouped: GroupedGemmKernel, by_group: bool):
         super().__init__(grouped, "_by_group" if by_group else "")

@@ -12,7 +12,7 @@ from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.grouped import GroupedGemmArguments
-from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, PointerDesign
+from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign
 from .families import GroupedGemmKernel, kernel_name
 from .float32_products import add_product, dot_precision, zero_total
 
@@ -239,7 +239,7 @@ def out_operand(dtype: torch.dtype) -> Operand:
 
 
 def _kernel(dtype: torch.dtype, design: PointerDesign) -> PointerGroupedGemm:
-    operands = GroupedGemmOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
+    operands = GemmOperands(Operand(dtype), Operand(dtype), out_operand(dtype))
     return PointerGroupedGemm(
         KernelMetadata(
             kernel_name("grouped_gemm", "pointer", dtype, design),

@@ -14,7 +14,7 @@ from ...runtime.launch import Launch
 from ...runtime.triton import INTERPRET as _INTERPRET
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.block_scaled import BlockScaledGemmArguments
-from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, PointerDesign, Status
+from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign, Status
 from .families import RowTileKernel, kernel_name, tma_status
 
 INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
@@ -146,7 +146,7 @@ class PointerBlockScaledGemm(BlockScaledKernel):
 
 def _kernel(design: PointerDesign) -> PointerBlockScaledGemm:
     out = Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
-    operands = GroupedGemmOperands(Operand(FLOAT8), Operand(FLOAT8), out)
+    operands = GemmOperands(Operand(FLOAT8), Operand(FLOAT8), out)
     name = kernel_name("block_scaled_gemm", "pointer", FLOAT8, design)
     return PointerBlockScaledGemm(KernelMetadata(name, PointerBlockScaledGemm, FLOAT8_CC, operands, design))
 

@@ -12,11 +12,11 @@ from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch
 from ...runtime.triton import tl, triton
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
-from ..kernel import KernelMetadata, Operand, Status
+from ..kernel import GemmOperands, KernelMetadata, Operand, Status
 from .families import kernel_name
 from .float32_products import dot_precision
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .problem_table import GroupedGemmListKernel, GroupedGemmListOperands, PointerArrayDesign, tile_origin, triton_dtype
+from .problem_table import GroupedGemmListKernel, PointerArrayDesign, tile_origin, triton_dtype
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _kernels(
 ) -> Iterator[PointerArrayGemm]:
     either_layout = Operand(dtype, None, alignment)
     out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=alignment)
-    operands = GroupedGemmListOperands(either_layout, either_layout, out)
+    operands = GemmOperands(either_layout, either_layout, out)
     min_cc, first = FLOAT8_CC if dtype == FLOAT8 else 80, None
     for per_sm in choices:
         design = PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)

@@ -22,7 +22,7 @@ from ...runtime.dispatch import FLOAT8
 from ...runtime.triton import cdiv, tl, triton
 from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
-from ..kernel import Kernel, KernelMetadata, Operand, PointerDesign, Status, TmaDesign
+from ..kernel import Kernel, KernelMetadata, PointerDesign, Status, TmaDesign
 from .families import num_programs
 
 
@@ -59,18 +59,7 @@ def make_problem_table(
 
 
 def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
-    problems = args.survey.problems
-    num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in problems)
-    return 8 * (len(problems) * NUM_FIELDS + cdiv(num_tiles, 2))
-
-
-@dataclass(frozen=True)
-class GroupedGemmListOperands:
-    """out_list[g] = A_list[g] @ B_list[g]. Each A and B is stored by rows or by columns, each out by rows."""
-
-    A: Operand
-    B: Operand
-    out: Operand
+    return 8 * (len(args.A_list) * NUM_FIELDS + cdiv(args.survey.num_tiles(block_m, block_n), 2))
 
 
 @dataclass(frozen=True)
@@ -132,8 +121,7 @@ class GroupedGemmListKernel(Kernel):
 
     def num_programs(self, args: GroupedGemmListArguments) -> int:
         """Return one program per tile, up to the design's number of programs per SM."""
-        block_m, block_n, _ = self.metadata.design.tile_shape
-        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        num_tiles = args.survey.num_tiles(*self.metadata.design.tile_shape[:2])
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
@@ -142,7 +130,7 @@ class GroupedGemmListKernel(Kernel):
         Programs that share an SM overlap the work before a reduction with each other's reductions.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
-        num_tiles = sum(problem.num_tiles(block_m, block_n) for problem in args.survey.problems)
+        num_tiles = args.survey.num_tiles(block_m, block_n)
         num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
         programs_here = cdiv(programs, num_sms)
         tiles_here = programs_here * cdiv(num_tiles, programs)

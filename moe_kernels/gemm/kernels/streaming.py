@@ -16,7 +16,7 @@ from ...runtime.row_layout import alignment
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.base import rows_bucket
 from ..arguments.grouped import GroupedGemmArguments
-from ..kernel import SUPPORTED, GroupedGemmOperands, KernelMetadata, Operand, Status, StreamingDesign
+from ..kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, StreamingDesign
 from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
@@ -228,7 +228,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
 
 def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -> StreamingGroupedGemm:
     result = Operand(dtype, "row", other_dtypes=() if epilogue else (torch.float32,))
-    operands = GroupedGemmOperands(Operand(dtype, "row", 16), Operand(dtype, "column", 16), result)
+    operands = GemmOperands(Operand(dtype, "row", 16), Operand(dtype, "column", 16), result)
     name = kernel_name("grouped_gemm", "streaming", dtype, design, epilogue)
     cls = StreamingGroupedGemm
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))

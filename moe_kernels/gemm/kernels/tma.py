@@ -14,7 +14,7 @@ from ...activation.functions import EPILOGUES
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
 from ..arguments.grouped import GroupedGemmArguments
-from ..kernel import GroupedGemmOperands, KernelMetadata, Operand, TmaDesign
+from ..kernel import GemmOperands, KernelMetadata, Operand, TmaDesign
 from .families import GroupedGemmKernel, kernel_name, num_programs
 from .ragged import ragged_descriptor, store_ragged
 
@@ -214,7 +214,7 @@ def _kernel(
     dtype: torch.dtype, design: TmaDesign, b_layout: str, epilogue: str | None, min_cc: int, max_cc: int
 ) -> TmaGroupedGemm:
     tma = Operand(dtype, "row", 16)
-    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     flat = "flat" if design.flatten else None
     name = kernel_name("grouped_gemm", "tma", dtype, design, flat, f"b_{b_layout}", epilogue)
     # A gather together with an activation leaves no registers for a bias.

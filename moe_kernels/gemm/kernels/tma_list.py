@@ -11,10 +11,10 @@ from ...runtime.dispatch import FLOAT8
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
-from ..kernel import KernelMetadata, Operand, Status
+from ..kernel import GemmOperands, KernelMetadata, Operand, Status
 from .families import kernel_name
 from .pointer import out_operand
-from .problem_table import GroupedGemmListKernel, GroupedGemmListOperands, TmaArrayDesign, tile_origin, triton_dtype
+from .problem_table import GroupedGemmListKernel, TmaArrayDesign, tile_origin, triton_dtype
 
 
 @triton.jit
@@ -132,7 +132,7 @@ def _kernels(
         out = dataclasses.replace(out_operand(dtype), layout="row", alignment_bytes=16)
     else:
         a, b, out = Operand(dtype, None, 16), Operand(dtype, None, 16), Operand(dtype, "row", 16)
-    operands = GroupedGemmListOperands(a, b, out)
+    operands = GemmOperands(a, b, out)
     first = None
     for per_sm in choices:
         design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)

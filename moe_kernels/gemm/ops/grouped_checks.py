@@ -10,6 +10,7 @@ from ...reference_fp8 import BLOCK
 from ...runtime.checks import (
     can_be_read,
     check_dtype,
+    check_float8,
     check_no_gradient,
     check_same_device,
     check_same_dtype,
@@ -17,9 +18,10 @@ from ...runtime.checks import (
     overlaps_itself,
     result_dtype,
 )
-from ...runtime.dispatch import FLOAT8, once_per_form
+from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, once_per_form
 from ...runtime.triton import cdiv
-from ..epilogue import check_epilogue
+from ...specs import as_activation
+from ..kernel import device_cc
 
 
 @once_per_form
@@ -40,7 +42,7 @@ def check_product(
     check_same_dtype("grouped_gemm", a=a, b=b)
     _check_offsets("grouped_gemm", offsets, a=a, b=b)
     if activation is not None:
-        check_epilogue("grouped_gemm", activation, sizes["N"])
+        _check_activation(activation, sizes["N"])
     if out is not None:
         sizes["F"] = sizes["N"] // 2
         check_shapes("grouped_gemm", sizes, out=(out, "R N" if activation is None else "R F"))
@@ -48,6 +50,18 @@ def check_product(
     out_dtype = result_dtype("grouped_gemm", a, out, out_dtype)
     _check_optional(a, b, offsets, out_dtype, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b)
     return out_dtype
+
+
+def _check_activation(activation: str, num_columns: int) -> None:
+    """Raise ValueError unless `activation` names a gated activation that fits this number of columns."""
+    if not isinstance(activation, str):
+        raise ValueError(
+            f"grouped_gemm: activation must be a name, got {activation!r}; apply_activation and fused_experts take more"
+        )
+    if not as_activation("grouped_gemm", activation).gated:
+        raise ValueError(f"grouped_gemm: activation must be gated, got {activation!r}")
+    if num_columns % 2:
+        raise ValueError(f"grouped_gemm: b must have an even number of columns with an activation, got N={num_columns}")
 
 
 @once_per_form
@@ -75,6 +89,18 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
     check_same_device(op, offsets=offsets, **operands)
     if offsets.shape[0] == 0:
         raise ValueError(f"{op}: offsets must have at least one group, got none")
+
+
+def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
+    """Return the implementation of a product whose kernels also take float8 operands.
+
+    Raises:
+        NotImplementedError: the GPU does not multiply float8, or `choose` raises.
+    """
+    chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
+    if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:
+        check_float8(op, device_cc(a.device))
+    return chosen
 
 
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:

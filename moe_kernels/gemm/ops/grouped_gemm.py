@@ -10,21 +10,24 @@ with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.func
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from ... import reference
+from ...activation.ops import _activation_backward_op, launch_activation
 from ...reference_fp8 import BLOCK, dequantize_blocks
-from ...runtime.checks import check_float8, check_no_gradient
-from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, is_traced, without_autocast
+from ...runtime.checks import check_no_gradient
+from ...runtime.dispatch import FLOAT8, choose, is_traced, without_autocast
 from ...runtime.registered_ops import registered_op
+from ...specs import as_activation
 from .. import selection
 from ..arguments.block_scaled import BlockScaledGemmArguments
 from ..arguments.grouped import GroupedGemmArguments, WgradArguments
-from ..epilogue import launch_block_scaled_gemm, launch_epilogue_backward, launch_grouped_gemm
-from ..kernel import device_cc
-from ..passes import launch_row_scale_backward
-from .grouped_checks import check_out, check_product, check_values, check_wgrad, has_block_scales
+from ..kernels.families import RowTileKernel
+from ..passes import launch_bias_and_scale, launch_row_scale_backward
+from .grouped_checks import check_out, check_product, check_values, check_wgrad, choose_gemm, has_block_scales
 from .reference_ops import multiply_groups_op, wgrad_op
 
 
@@ -88,7 +91,7 @@ def grouped_gemm(
     elif a.dtype == FLOAT8:
         check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
     options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
-    if choose("grouped_gemm", implementation, a, (*KERNEL_DTYPES, FLOAT8)) == "reference":
+    if choose_gemm("grouped_gemm", implementation, a) == "reference":
         with without_autocast(a):
             if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
                 a = dequantize_blocks(a, scale_a, 1, BLOCK, torch.float32)
@@ -97,8 +100,6 @@ def grouped_gemm(
             others = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b, "activation": activation}
             others["multiply"] = multiply_groups_op if is_traced(a) else reference.multiply_groups
             return reference.grouped_gemm(a, b, offsets, bias=bias, **others, out=out, out_dtype=out_dtype)
-    if a.dtype == FLOAT8 and a.is_cuda:
-        check_float8("grouped_gemm", device_cc(a.device))
     if out is not None:
         _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
         return out
@@ -166,25 +167,27 @@ def _launch(
     out: Tensor,
     preactivation: Tensor | None = None,
 ) -> None:
+    product = out if preactivation is None else preactivation
     if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
-        product = out if preactivation is None else preactivation
-        args = BlockScaledGemmArguments(a, b, product, scale_a, scale_b, offsets=offsets)
-        launch_block_scaled_gemm(args, bias, row_scale, activation, out)
-        return
-    launch_grouped_gemm(
-        GroupedGemmArguments(
-            a,
-            b,
-            out,
-            offsets=offsets,
-            epilogue=activation,
-            preactivation=preactivation,
-            bias=bias,
-            row_scale=row_scale,
-            scale_a=scale_a,
-            scale_b=scale_b,
+        scaled = BlockScaledGemmArguments(a, b, product, scale_a, scale_b, offsets=offsets)
+        if bias is not None or row_scale is not None:
+            kernel = selection.select(scaled)
+            assert isinstance(kernel, RowTileKernel)
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # a table for the same kernel
+        selection.run(scaled)
+        if scaled.tile_table is not None:
+            launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
+    else:
+        args = GroupedGemmArguments(
+            a, b, product, offsets=offsets, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b
         )
-    )
+        if activation is not None and bias is None:  # a fused kernel would leave the bias out of the preactivation
+            fused = dataclasses.replace(args, out=out, epilogue=activation, preactivation=preactivation)
+            if selection.run_if_supported(fused):
+                return
+        selection.run_product(args)
+    if activation is not None:
+        out.copy_(launch_activation(product, as_activation("grouped_gemm", activation)))
 
 
 @registered_op("grouped_gemm_out", mutates=("out",))
@@ -278,7 +281,9 @@ def _gated_gemm_backward(ctx, dout, _):
         # The gradient of a row's scale is a sum over the columns, so the product stays float32: its rounding errors
         # would add up.
         preactivation, dout = preactivation.float(), dout.float()
-    dpreactivation = launch_epilogue_backward(preactivation, dout, ctx.activation)
+    kind = as_activation("grouped_gemm", ctx.activation)
+    settings = kind.name, kind.limit, kind.alpha, kind.interleaved
+    dpreactivation = _activation_backward_op(preactivation, dout, *settings)
     return _product_backward(ctx, dpreactivation, *inputs)
 
 
@@ -326,7 +331,7 @@ def _row_scale_backward_op(
     if needs_scale:
         # The product is recomputed in float32. Otherwise forward would have to save it in addition to the result.
         rows = a.new_empty(dout.shape, dtype=torch.float32)
-        launch_grouped_gemm(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
+        selection.run_product(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
     drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)
     return drows, row_scale.new_empty(0) if drow_scale is None else drow_scale
 

@@ -16,14 +16,15 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ... import reference
-from ...runtime.checks import check_float8, check_no_gradient, result_dtype
-from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, without_autocast
+from ...runtime.checks import check_no_gradient, result_dtype
+from ...runtime.dispatch import FLOAT8, without_autocast
 from ...runtime.launch import CompiledArtifact
 from ...runtime.registered_ops import check_gradients, check_tangents, check_transforms, registered_op
 from .. import selection
 from ..arguments.list import GroupedGemmListArguments, leading_dimension
-from ..kernel import Kernel, device_cc
+from ..kernel import Kernel
 from ..kernels.problem_table import make_problem_table
+from .grouped_checks import choose_gemm
 
 
 def grouped_gemm_list(
@@ -65,7 +66,7 @@ def grouped_gemm_list(
     out_dtype = result_dtype(op, a_list[0], None, out_dtype)
     if a_list[0].dtype == FLOAT8:
         check_no_gradient(op, "float8 operands", *a_list, *b_list)
-    if _choose(op, implementation, a_list[0]) == "reference":
+    if choose_gemm(op, implementation, a_list[0]) == "reference":
         with without_autocast(a_list[0]):
             return reference.grouped_gemm_list(a_list, b_list, out_dtype=out_dtype)
     if forward_ad._current_level >= 0:
@@ -120,7 +121,7 @@ class GroupedProblem:
         args = GroupedGemmListArguments(tuple(a_list), tuple(b_list), tuple(out_list))
         if error := args.error():
             raise ValueError(f"{op}: {error}")
-        if kernel is None and _choose(op, implementation, a_list[0]) == "reference":
+        if kernel is None and choose_gemm(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
         return cls._prepared(args, kernel or selection.select(args))
 
@@ -166,13 +167,6 @@ def _check(op: str, a_list: Sequence[Tensor], b_list: Sequence[Tensor]) -> None:
                 f"{op}: all matrices must be on one device, got {first.device} in problem 0 and {a.device} @ "
                 f"{b.device} in problem {g}"
             )
-
-
-def _choose(op: str, implementation: str | None, a: Tensor) -> str:
-    chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
-    if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:
-        check_float8(op, device_cc(a.device))
-    return chosen
 
 
 @registered_op("grouped_gemm_list")

@@ -46,10 +46,11 @@ class Peak:
 @pytest.fixture
 def peak(monkeypatch):
     for module in [module for name, module in sys.modules.items() if name.startswith("moe_kernels.")]:
-        for launch, result in (("launch_kernel", None), ("launch_product", None)):
+        for launch in ("launch_kernel", "launch_product"):
             if hasattr(module, launch):
-                monkeypatch.setattr(module, launch, lambda *args, result=result, **kwargs: result)
+                monkeypatch.setattr(module, launch, lambda *args, **kwargs: None)
     monkeypatch.setattr(selection, "run", lambda args: None)
+    monkeypatch.setattr(selection, "run_product", lambda args: None)
     monkeypatch.setattr(selection, "run_if_supported", lambda args: True)
     found = Peak()
     monkeypatch.setattr(torch.Tensor, "new_empty", found.watch(torch.Tensor.new_empty))

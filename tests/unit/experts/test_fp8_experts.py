@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
-from moe_kernels.experts.fp8_support import check_fp8_gpu, warn_if_unmeasured
 from moe_kernels.experts.fused import compute_experts
 from moe_kernels.experts.fused_op import fused_experts_op
+from moe_kernels.experts.operand_checks import check_fp8_gpu, warn_if_unmeasured
 from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.row_products import Rows
 from moe_kernels.experts.steps import Experts

@@ -12,7 +12,6 @@ from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernels import float32_products
 from moe_kernels.gemm.kernels.float32_products import has_fast_float64
 from moe_kernels.gemm.ops.grouped_gemm import _grouped_gemm_op, _wgrad_op
-from moe_kernels.runtime.pytorch import float32_uses_tf32
 from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 
 from ...dtypes import DTYPES
@@ -184,7 +183,7 @@ def test_every_way_to_ask_for_tf32(settings, tf32, device, precision_settings):
             torch.set_float32_matmul_precision(setting)
         else:
             setting[0].fp32_precision = setting[1]
-    assert float32_uses_tf32() == (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
+    assert (torch.backends.cuda.matmul.fp32_precision == "tf32") == tf32
     a, b, offsets = draw("ordinary", torch.float32, device)
     assert (float32_products.dot_precision(a) == "tf32") == tf32
     for dtype in DTYPES:

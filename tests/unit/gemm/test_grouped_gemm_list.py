@@ -1,5 +1,4 @@
 import dataclasses
-import sys
 from functools import partial
 
 import numpy as np
@@ -11,6 +10,7 @@ from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels, g
 from moe_kernels.activation.functions import PLAIN_EPILOGUES
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernels.problem_table import make_problem_table
+from moe_kernels.gemm.ops import grouped_checks
 from moe_kernels.gemm.ops.grouped_gemm_list import _grouped_gemm_list_op
 from moe_kernels.testing import assert_accurate
 
@@ -157,7 +157,7 @@ def test_float8_in_the_reference(device):
 
 
 def test_float8_names_the_capability(monkeypatch):
-    monkeypatch.setattr(sys.modules["moe_kernels.gemm.ops.grouped_gemm_list"], "device_cc", lambda device: 80)
+    monkeypatch.setattr(grouped_checks, "device_cc", lambda device: 80)
     with FakeTensorMode():
         matrix = torch.empty(16, 16, dtype=FLOAT8, device="cuda")
     for op in (grouped_gemm_list, GroupedProblem.from_lists):

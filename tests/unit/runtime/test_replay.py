@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from moe_kernels import RouterSpec
-from moe_kernels.experts import fused_op
-from moe_kernels.gemm import rule, selection
+from moe_kernels.experts import fused_op, row_products
+from moe_kernels.gemm import selection
 from moe_kernels.gemm.arguments.grouped import GroupedGemmArguments
 from moe_kernels.runtime import replay
 from moe_kernels.runtime.launch_list import LaunchList
@@ -341,7 +341,7 @@ def test_a_replay_chooses_nothing_and_calls_little(options, device, monkeypatch)
         inference(layer, tokens)
     stubbed.append(True)
     choices = []
-    for module, name in ((selection, "find"), (selection, "choose_copies"), (rule, "is_worth_aligning")):
+    for module, name in ((selection, "find"), (selection, "choose_copies"), (row_products, "is_worth_aligning")):
         chosen = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, f=chosen: choices.append(f.__name__) or f(*args))
     forward = python_calls(lambda: layer(tokens))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from moe_kernels import reference
+from moe_kernels.experts import row_products
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.gemm import rule
-from moe_kernels.gemm.epilogue import launch_product
+from moe_kernels.gemm import selection
 from moe_kernels.runtime.row_layout import alignment, empty_aligned, empty_rows, has_aligned_rows
 from moe_kernels.testing import Case, check_accuracy
 
@@ -65,12 +65,10 @@ def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_that_the_copy_engine_does_not_take(transposed, device, monkeypatch):
     """Many rows per expert read an aligned copy, and gradients lie as without."""
-    monkeypatch.setattr(rule, "is_worth_aligning", lambda matrices, *_: not has_aligned_rows(matrices))
+    monkeypatch.setattr(row_products, "is_worth_aligning", lambda matrices, *_: not has_aligned_rows(matrices))
     multiplied = []
-    monkeypatch.setattr(
-        "moe_kernels.experts.row_products.launch_product",
-        lambda args, launch=launch_product: (multiplied.append(args.B), launch(args)),
-    )
+    run_product = selection.run_product
+    monkeypatch.setattr(selection, "run_product", lambda args: (multiplied.append(args.B), run_product(args)))
 
     def stored(weight):
         return weight.transpose(1, 2).contiguous().transpose(1, 2) if transposed else weight

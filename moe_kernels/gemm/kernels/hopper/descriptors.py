@@ -59,3 +59,22 @@ def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
     """Describe [R, C] of 16-bit elements; with `split` 2, [R, 2, C / 2], so that no half reaches into the other."""
     return descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
+
+
+def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
+    """Return a kernel's five arguments for rows of A: a descriptor, or all that a gather reads."""
+    if row_to_token is None:
+        return plain_descriptor(a, *block), None, None, None, None
+    return None, a, a.stride(0), row_to_token, a.shape[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def matrices_form(
+    shape: torch.Size, strides: tuple[int, ...], by_columns: bool, block_n: int, block_k: int, bits: int = 16
+) -> dict[str, Any]:
+    """Return the fields of the descriptor of matrices [G, K, N], stored by columns or by rows."""
+    num_groups, depth, num_columns = shape
+    stride_g, stride_k, stride_n = strides
+    if by_columns:
+        return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k], bits)
+    return form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n], bits)

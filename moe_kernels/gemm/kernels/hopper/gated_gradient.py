@@ -11,9 +11,9 @@ from ....runtime.gluon import OBSTACLE, compiler_options, gradient_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
-from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
+from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
 from ..families import RowTileKernel, kernel_name, num_programs, tma_status
-from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+from .descriptors import descriptor, matrices_form, ragged_descriptor, rows_descriptor
 
 if OBSTACLE is None:
     from .activations import BACKWARD
@@ -51,16 +51,13 @@ class WarpSpecializedActivationGradient(RowTileKernel):
         block_m, block_n, block_k = design.tile_shape
         _, depth, d_ff = args.B.shape
         piece = block_m // 2, block_n // _PIECES
-        if design.gather:
-            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
-        else:
-            a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
+        b_form = matrices_form(args.B.shape, args.B.stride(), args.B.stride(1) == 1, block_n, block_k)
         return Launch(
             activation_gradient_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
-                *a,
-                descriptor(args.B, _b_form(args.B.shape, args.B.stride(), (block_n, block_k))),
+                *rows_descriptor(args.A, args.row_to_token, (block_m, block_k)),
+                descriptor(args.B, b_form),
                 ragged_descriptor(args.preactivation, piece, split=2),
                 ragged_descriptor(args.out, piece, split=2),
                 ragged_descriptor(args.weighted, piece),
@@ -75,16 +72,6 @@ class WarpSpecializedActivationGradient(RowTileKernel):
             ),
             _options(self),
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _b_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, int]) -> dict[str, Any]:
-    num_groups, depth, d_ff = shape
-    stride_g, stride_k, stride_n = strides
-    block_n, block_k = block
-    if stride_k == 1:
-        return form([num_groups, d_ff, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
-    return form([num_groups, depth, d_ff], [stride_g, stride_k, 1], [1, block_k, block_n])
 
 
 @functools.cache
@@ -111,7 +98,7 @@ def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedA
     # Wider tiles leave no shared memory for five buffers. With fewer buffers they are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
-    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     epilogue, cls = _ACTIVATIONS[0], WarpSpecializedActivationGradient
     name = kernel_name("activation_gradient", "ws", dtype, design, f"b_{b_layout}", epilogue)
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90))

@@ -16,7 +16,7 @@ from ....specs import is_gated
 from ...arguments.grouped import GroupedGemmArguments
 from ...kernel import (
     SUPPORTED,
-    GroupedGemmOperands,
+    GemmOperands,
     KernelMetadata,
     Operand,
     Status,
@@ -24,7 +24,7 @@ from ...kernel import (
 )
 from ..families import GroupedGemmKernel, kernel_name, num_programs
 from ..pointer import EXTRA
-from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+from .descriptors import descriptor, form, matrices_form, plain_descriptor, ragged_descriptor, rows_descriptor
 
 if OBSTACLE is None:
     from .activations import FORWARD
@@ -111,10 +111,6 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         out_desc, activated_desc = ragged_descriptor(args.out, half), None
         if pieces:
             out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
-        if design.gather:
-            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
-        else:
-            a = (plain_descriptor(args.A, block_m, block_k), None, None, None, None)
         num_column_tiles, programs = cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
         band = design.group_tiles
         if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the kernel halves the last tile
@@ -123,8 +119,8 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             grouped_gemm_kernel,
             (programs,),
             (
-                *a,
-                descriptor(args.B, _b_form(self, args.B.shape, args.B.stride())),
+                *rows_descriptor(args.A, args.row_to_token, (block_m, block_k)),
+                self._b_descriptor(args.B),
                 *self._extra(args),
                 args.bias,
                 None if args.bias is None else args.bias.stride(0),
@@ -145,10 +141,17 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if args.extra_a is None:
             return (None,) * 5
         block_m, _, block_k = self.metadata.design.tile_shape
-        b_desc = descriptor(args.extra_b, _b_form(self, args.extra_b.shape, args.extra_b.stride()))
+        b_desc = self._b_descriptor(args.extra_b)
         if self.metadata.design.gather:
             return None, args.extra_a, args.extra_a.stride(0), args.extra_a.shape[1], b_desc
         return plain_descriptor(args.extra_a, block_m, block_k), None, None, None, b_desc
+
+    def _b_descriptor(self, b: Tensor) -> Any:
+        _, block_n, block_k = self.metadata.design.tile_shape
+        if is_gated(self.metadata.epilogue):
+            return descriptor(b, _gated_form(b.shape, b.stride(), block_n, block_k))
+        by_columns = self.metadata.operands.B.layout == "column"
+        return descriptor(b, matrices_form(b.shape, b.stride(), by_columns, block_n, block_k))
 
     def metadata_bytes(self, args: GroupedGemmArguments) -> int:
         return 0 if self._walks(args) else super().metadata_bytes(args)
@@ -167,17 +170,12 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 @functools.lru_cache(maxsize=4096)
-def _b_form(kernel: WarpSpecializedGroupedGemm, shape: torch.Size, strides: tuple[int, ...]) -> dict[str, Any]:
-    _, block_n, block_k = kernel.metadata.design.tile_shape
+def _gated_form(shape: torch.Size, strides: tuple[int, ...], block_n: int, block_k: int) -> dict[str, Any]:
     num_groups, depth, num_columns = shape
-    stride_g, stride_k, stride_n = strides
-    if is_gated(kernel.metadata.epilogue):
-        d_ff = num_columns // 2
-        split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
-        return form(*split, [1, 2, block_n // 2, block_k])
-    if kernel.metadata.operands.B.layout == "column":
-        return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k])
-    return form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n])
+    stride_g, _, stride_n = strides
+    d_ff = num_columns // 2
+    split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+    return form(*split, [1, 2, block_n // 2, block_k])
 
 
 @functools.cache
@@ -208,7 +206,7 @@ def _options(
 
 def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, epilogue: str | None):
     tma = Operand(dtype, "row", 16)
-    operands = GroupedGemmOperands(tma, Operand(dtype, b_layout, 16), tma)
+    operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
     # A gather together with an activation leaves no registers for a bias.
     optional = EXTRA if design.gather and epilogue is not None else ("bias", *EXTRA)

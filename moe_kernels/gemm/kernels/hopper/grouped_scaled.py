@@ -13,10 +13,10 @@ from ....runtime.gluon import OBSTACLE, compiler_options, scaled_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
-from ...kernel import GroupedGemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
+from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import kernel_name, num_programs
 from ..pointer_block_scaled import BlockScaledKernel
-from .descriptors import descriptor, form, plain_descriptor, ragged_descriptor
+from .descriptors import descriptor, matrices_form, ragged_descriptor, rows_descriptor
 
 if OBSTACLE is None:
     from .grouped_scaled_device import block_scaled_gemm_kernel
@@ -41,16 +41,13 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
         design, table = self.metadata.design, self.tile_table(args)
         block_m, block_n, _ = design.tile_shape
         _, depth, num_columns = args.B.shape
-        if design.gather:
-            a = (None, args.A, args.A.stride(0), args.row_to_token, depth)
-        else:
-            a = (plain_descriptor(args.A, block_m, BLOCK), None, None, None, None)
+        b_form = matrices_form(args.B.shape, args.B.stride(), True, block_n, BLOCK, bits=8)
         return Launch(
             block_scaled_gemm_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
-                *a,
-                descriptor(args.B, _b_form(args.B.shape, args.B.stride(), block_n)),
+                *rows_descriptor(args.A, args.row_to_token, (block_m, BLOCK)),
+                descriptor(args.B, b_form),
                 args.scale_a,
                 args.scale_a.stride(1),
                 args.scale_b,
@@ -65,13 +62,6 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
             ),
             _options(self, args.zero_tail),
         )
-
-
-@functools.lru_cache(maxsize=4096)
-def _b_form(shape: torch.Size, strides: tuple[int, ...], block_n: int) -> dict[str, Any]:
-    num_groups, depth, num_columns = shape
-    stride_g, _, stride_n = strides
-    return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, BLOCK], bits=8)
 
 
 @functools.cache
@@ -92,7 +82,7 @@ def _options(kernel: WarpSpecializedBlockScaledGemm, zero_tail: bool) -> dict[st
 
 def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:
     a, b = Operand(FLOAT8, "row", 16), Operand(FLOAT8, "column", 16)
-    operands = GroupedGemmOperands(a, b, Operand(torch.bfloat16, "row", 16, other_dtypes=(torch.float16,)))
+    operands = GemmOperands(a, b, Operand(torch.bfloat16, "row", 16, other_dtypes=(torch.float16,)))
     name, cls = kernel_name("block_scaled_gemm", "ws", FLOAT8, design), WarpSpecializedBlockScaledGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90))
 
