@@ -22,7 +22,7 @@ from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     score = functional.softplus(logits)
-    is_zero = score == 0  # below -104 in float32; the gradient is 0 there, but that of sqrt is infinite
+    is_zero = score == 0  # for logits below -104 in float32; their gradient is 0, but sqrt's is infinite
     return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
@@ -155,7 +155,7 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # Each group with rows has at least one. Dynamo of PyTorch 2.11 refuses sym_min of two integers.
+    # At most `most` groups have rows, and thus tiles. Dynamo of PyTorch 2.11 refuses sym_min of two integers.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)

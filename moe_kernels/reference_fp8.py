@@ -20,7 +20,7 @@ from .types import Permutation
 
 BLOCK = 128
 LARGEST = 448.0  # the largest e4m3 number
-SMALLEST = 1e-30  # blocks with a smaller maximum get the scale of this one, so that its inverse is finite
+SMALLEST = 1e-30  # blocks with a smaller maximum get the scale of this maximum, so the inverse is finite
 
 
 def quantize_blocks(
@@ -103,8 +103,8 @@ def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -
 
 
 class _Linear(torch.autograd.Function):
-    """Computes rows @ weight^T per expert from e4m3 operands. The gradient of the rows has e4m3 operands, too, but that
-    of the weight has not."""
+    """Computes rows @ weight^T per expert from e4m3 operands. The gradient of the rows also has e4m3 operands. The
+    gradient of the weight does not."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:  # [R, in], [E, out, in] -> [R, out]
@@ -128,7 +128,7 @@ class _WeightedLinear(torch.autograd.Function):
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    `kept` are the rows that backward keeps. Autograd passes the gradient of the rows to them.
+    `kept` holds the rows that backward reads, and receives the gradient of the rows.
     """
 
     @staticmethod
@@ -186,7 +186,7 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # `rounded` with a gradient
+        read = preactivation + (rounded - preactivation).detach()  # values of `rounded`, gradient of `preactivation`
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

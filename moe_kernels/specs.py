@@ -28,12 +28,12 @@ class RouterSpec:
             by sqrt(D), and multiplied by a learned vector. None, the default, does not normalise the token.
         logit_bias: the linear map has a bias.
         logit_softcap: the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: if set, the router is a SparseMixer (evaluation form, top-2). SparseMixer takes the
-            highest expert twice, weighted by a softmax over the experts within a relative distance of `2 * jitter`. The
-            settings below are then ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
+        sparsemixer_jitter: if set, the router is a SparseMixer (evaluation form, top-2). It chooses the highest expert,
+            then the highest of the rest. Each weight is a softmax over experts within a relative distance of
+            `2 * jitter`. Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds it to
             the logits instead.
-        num_groups: experts form this many groups of neighbours.
+        num_groups: experts form this many groups of consecutive ids.
         topk_groups: only experts of this many best groups can be chosen.
         group_score: score of a group: the "max" of its experts, or the "top2_sum" of its two largest.
         normalize: weights are divided by a norm of the chosen scores, at least `norm_minimum`:
@@ -79,8 +79,8 @@ class RouterSpec:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         self._check_ranges()
-        # The properties are stored, because torch.compile with dynamic shapes turns numbers such as `scale` into inputs
-        # of its graph.
+        # The property is stored, because torch.compile with dynamic shapes turns numbers such as `scale` into inputs of
+        # its graph.
         object.__setattr__(self, "_is_softmax_of_logits", self._chooses_and_weighs_by_softmax())
 
     def _check_ranges(self) -> None:
@@ -149,7 +149,7 @@ class RouterSpec:
         others = [f"{field.name}={value}" for field, value in values if value != field.default]
         return ", ".join([f"normalize={self.normalize}", *others])
 
-    # Published routers by model name. Each takes further settings (logit_softcap, ...) as keyword arguments.
+    # Constructors of published routers, by model name. They take further settings, such as logit_softcap, by keyword.
 
     @classmethod
     def softmax(cls, *, normalize: bool = True, **settings) -> RouterSpec:
@@ -225,7 +225,7 @@ KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its numbers. Every `activation` argument also accepts a name, which stands for the published
+    """An activation and its numbers. Every `activation` argument also accepts a name, which selects the published
     numbers.
 
     Gated, with a gate g and an up value u:

@@ -54,8 +54,8 @@ def make_logits(
 ) -> Tensor:  # [T, E] float32
     """Return logits whose top-k choice follows a pattern.
 
-    "random": logits are independent. "even": each expert gets its share, to within top_k. "zipf": the k-th most popular
-    expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
+    "random": logits are independent. "even": experts get equal shares, to within top_k slots. "zipf": the k-th most
+    popular expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
     """
     expert = torch.arange(num_experts, device=device)
     noise = torch.rand(num_tokens, num_experts, device=device, generator=generator)
@@ -68,7 +68,7 @@ def make_logits(
         token = torch.arange(num_tokens, device=device)
         return -((order[token // num_experts] - token[:, None]) % num_experts).float() / num_experts
     if routing == "zipf":
-        # Adding Gumbel noise to log-probabilities samples without replacement in proportion to them.
+        # Adding Gumbel noise to log-probabilities samples without replacement in proportion to the probabilities.
         return -(expert + 1.0).log() - (-noise.clamp(1e-6, 1 - 1e-6).log()).log()
     if routing == "first":
         return noise * 0.1 - expert
@@ -222,9 +222,9 @@ def measure_errors(
 ) -> dict[str, Errors]:
     """Return, by name, the errors that `check_accuracy` checks.
 
-    The budget compares largest errors, and the largest of a few numbers depends on luck. Small results are therefore
-    drawn again with further seeds, until every nonzero result has `num_elements` nonzero elements. All draws are
-    judged together.
+    The budget compares largest errors, and the largest of a few numbers varies by chance. Small results are therefore
+    drawn again with further seeds, until every nonzero result has `num_elements` nonzero elements. The errors cover all
+    draws together.
 
     Raises:
         AssertionError: a shape or dtype is wrong, or NaN appears at other positions than in float64.

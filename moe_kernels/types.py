@@ -19,7 +19,7 @@ class Routing(NamedTuple):
     Shapes: topk_experts [T, K] int32, topk_weights [T, K] float32, logits [T, E].
     """
 
-    topk_experts: Tensor  # [T, K] int32, distinct, by falling logit; the lower id first on ties
+    topk_experts: Tensor  # [T, K] int32, distinct, by falling score, bias included; the lower id first on ties
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E]
 
@@ -29,7 +29,7 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
-    num_tiles: Tensor  # [2] int32: entries of the groups, entries with the tail; later entries continue the tail
+    num_tiles: Tensor  # [2] int32: entries of the groups, and of groups plus tail; later entries continue the tail
     order: Tensor  # [G] int32: groups by falling number of rows, ties by id
     block_rows: int
 

@@ -39,7 +39,7 @@ class MoEConfig:
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
         shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
         shared_activation: activation of the shared expert; None for the activation of the experts.
-        num_zero_experts: experts without parameters that return their token unchanged. Their ids follow the others'.
+        num_zero_experts: number of experts without parameters, with the last ids, that return their token unchanged.
         latent_dim: the experts process `w_latent_in @ x`, of this size, and `w_latent_out` maps their sum back to
             d_model. The router and the shared expert process x.
         capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token

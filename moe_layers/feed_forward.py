@@ -45,9 +45,9 @@ class MoEFeedForward(nn.Module):
 
         y = sum over the chosen experts of weight * w_down @ activation(w_up @ x)   [+ shared expert]
 
-    Input and output are [..., d_model] in the dtype of the parameters; under autocast they follow autocast's rules for
-    matrix products (computed and returned in its dtype). Router logits, routing weights and all sums are float32. The
-    forward and backward are deterministic and never wait for the GPU.
+    Input and output are [..., d_model] in the dtype of the parameters. Under autocast, the layer computes and returns
+    autocast's dtype, as matrix products do. Router logits, routing weights and all sums are float32. The forward and
+    backward are deterministic and never wait for the GPU.
 
     All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02), biases
     from zero and learned scales from one. `reset_parameters` initialises them again.
@@ -229,11 +229,11 @@ class MoEFeedForward(nn.Module):
     def batch_invariant(self) -> bool:
         """Whether a token's output does not depend on the other tokens of a call, bit for bit. Default False.
 
-        Without auxiliary losses, the gradient of a token does not depend on them, either. Gradients of parameters are
-        sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in cuBLAS, and the
-        shared expert runs as a routed expert. The cost is highest with few tokens. The reference computes token by
-        token. Expert parallelism does not keep the guarantee, because collectives sum in their own order. Setting it
-        raises ValueError with a capacity, an assignment or noise, which read other tokens by design.
+        Without auxiliary losses, the gradient of a token does not depend on other tokens, either. Gradients of
+        parameters are sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in
+        cuBLAS, and the shared expert runs as a routed expert. The cost is highest with few tokens. The reference
+        computes token by token. Expert parallelism does not keep the guarantee, because collectives sum in their own
+        order. Assigning True raises ValueError with a capacity, an assignment or noise, which read other tokens.
         """
         return self.experts.batch_invariant
 
@@ -333,7 +333,7 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # no view already
+            return out if out.shape == x.shape else restore_shape(out, info)  # here `out` is not a view
         if self.batch_invariant:
             self._check_invariance()  # checked in each call, because parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)

@@ -102,9 +102,9 @@ def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
-    """Return the output in the shape of the layer's input. Like nn.Linear's output it is not a view: a view that is
-    changed in place loses the hook with which FSDP2 gathers the parameters before backward. PyTorch does not notice
-    in-place changes of the result if a forward hook of the experts keeps `out`. The layer does not."""
+    """Return the output in the shape of the layer's input. Like nn.Linear's output, the result is not a view. A view
+    that is changed in place loses the hook with which FSDP2 gathers the parameters before backward. PyTorch misses
+    in-place changes of the result if a forward hook of the experts keeps `out`. The layer does not keep `out`."""
     return _unsafe_view(out, info.shape)
 
 

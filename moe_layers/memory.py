@@ -30,7 +30,7 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
     Raises:
         ValueError: `layer` is neither a `MoEFeedForward` nor an enabled model.
         NotImplementedError: the reference would run (for example without a GPU), several ranks share the experts, or
-            the experts of a transformers model belong to no block of their own. In the first two cases memory depends
+            the experts of a transformers model belong to no separate block. In the first two cases memory depends
             on the routing.
     """
     if hasattr(layer, "aux_loss_scale"):

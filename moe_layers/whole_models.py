@@ -68,8 +68,8 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
     In a transformers model, set that of the observer's `router`.
 
-    Blocks of transformers know padding from the attention mask of their model, so pass the whole model. Their margins
-    are differences of the scores whose top-k the router takes.
+    Blocks of transformers read padding from the attention mask of their model, so pass the whole model. In these blocks
+    margins are differences of the scores whose top-k the router takes.
 
     Raises:
         ValueError: the model has no such layer, or one with an unsupported router.

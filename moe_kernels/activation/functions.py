@@ -14,11 +14,11 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0, exact to the last places. The hardware's exp2 is exact, but x * log2(e) would be
-    rounded."""
-    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # exp(-x) is zero beyond
+    """Return exp(-x) for x >= 0, accurate to the last places. The hardware's exp2 is accurate, but its argument
+    x * log2(e) is rounded, so the result is corrected."""
+    x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # in float32, exp(-x) is zero beyond 104
     scaled = x * -1.4426950408889634
-    # The rounding error of the product, plus the rounding error of log2(e) in float32.
+    # `rest` sums the rounding errors of the product and of log2(e) in float32.
     rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
     power = tl.exp2(scaled)
     return tl.fma(power, rest * 0.6931471805599453, power)
@@ -26,10 +26,10 @@ def exp_negative(x):
 
 @triton.jit
 def _sigmoid(x):
-    """Return (sigmoid(x), 1 - sigmoid(x)), each exact to its last places."""
+    """Return (sigmoid(x), 1 - sigmoid(x)), each accurate to its last places."""
     small = exp_negative(tl.abs(x))
     high = 1.0 / (1.0 + small)
-    high += high * tl.fma(-1.0 - small, high, 1.0)  # a Newton step: the division is off by two last places
+    high += high * tl.fma(-1.0 - small, high, 1.0)  # a Newton step, because the division errs by two ulps
     low = small * high
     return tl.where(x >= 0, high, low), tl.where(x >= 0, low, high)
 
@@ -66,9 +66,9 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    """Return (value, derivative), by way of `below` = (1 + tanh(z)) / 2 = sigmoid(2 z)."""
+    """Return (value, derivative), from `below` = (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
     square = x * x
-    # 2 sqrt(2 / pi), and 0.044715 times that
+    # The constants are 2 sqrt(2 / pi), and 0.044715 times this number.
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * above * slope
@@ -76,7 +76,7 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _tanh(x):
-    """Return (value, derivative), each exact to its last places. A series keeps small values precise."""
+    """Return (value, derivative), each accurate to its last places. A series keeps small values precise."""
     power = exp_negative(2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + power)
     large = (1.0 - power) * inverse
@@ -318,17 +318,17 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Gated activations that GEMM kernels apply to their product before storing it: those that published models use most.
-# Kernels call `forward(gate, up)`, so activations have the published numbers. With gathered rows two of them would
-# spill registers.
+# Gated activations that GEMM kernels apply to their product before they store it. Published models use these most.
+# Kernels call `forward(gate, up)`, so `limit` and `alpha` have the published values. In kernels that gather rows,
+# "geglu" and "swiglu_clamped_after" would spill registers.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Plain activations. Grouped kernels apply them to the product as they store it. Kernels that gather rows do not apply
-# them, because every one would spill registers. Other kernels apply them in float32.
+# Plain activations. Grouped kernels apply them to the rounded product that they also store. Kernels that gather rows
+# apply none, because each would spill registers. Other kernels apply them to the float32 product.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 

@@ -55,7 +55,7 @@ def activation_backward_kernel(
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     dactivated_ptr,
     dactivated_strides,  # [R, F]
-    dpreactivation_ptr,  # as preactivation, contiguous
+    dpreactivation_ptr,  # [R, 2F or F] contiguous
     num_rows,
     F,
     limit,
@@ -91,11 +91,11 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R], or None to handle slots
-    dpreactivation_ptr,  # as preactivation
+    dpreactivation_ptr,  # [R, 2F or F], or the destination's [S, 2F or F]
     dpreactivation_stride,
     weighted_ptr,  # [R, F], or dweighted_ptr
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in the two results; None: that in slot_to_row
+    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None uses slot_to_row
     dweights_ptr,  # [T * K]; zeros if programs handle rows
     scaled_ptr,  # dpreactivation also in e4m3 bytes; this and the next two may be None
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous

@@ -1,5 +1,5 @@
-"""Activations of the expert feed-forward: forward, and a backward that computes all results of the expert op from one
-read.
+"""Activations of the expert feed-forward, forward and backward. One kernel computes all elementwise results of the
+expert op's backward and reads each input once.
 
 `functions.py` defines each activation. This file has the ops and the launches.
 """
@@ -190,7 +190,7 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Tensors that the results are written to instead. Their rows follow another permutation of the slots."""
+    """Tensors for the results of the weighted backward, whose rows follow another permutation of the slots."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, as all below
     weighted: Tensor  # [S, F]
@@ -212,13 +212,13 @@ def launch_weighted_activation_backward(
     """Compute the elementwise middle of the expert op's backward, with one read of H and dA'.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
-    recomputed from H as stored, plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
-    written there instead. Rows of dropped slots are not written.
+    recomputed from the stored H plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
+    written to it instead. Rows of dropped slots are not written.
 
     Args:
-        row_to_token: for inputs with mostly dropped slots. If there are fewer rows than slots, each program then
-            handles rows instead of slots.
-        scaled: also gets dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
+        row_to_token: for inputs with mostly dropped slots. If it is given and R < T * K, programs handle rows instead
+            of slots.
+        scaled: receives dH in e4m3 with scales, in addition. Requires `can_scale_gradient` and no destination.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k
@@ -269,12 +269,12 @@ def launch_weighted_activation_backward(
 
 
 def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
-    """Return whether blocks of 128 columns of dH belong to either the gate or the up columns."""
+    """Return whether no block of 128 columns of dH contains both gate and up columns."""
     return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 
 def _slot_block(d_ff: int) -> tuple[int, int]:
-    """(slots, columns) that one program of the weighted backward handles at once."""
+    """Return (slots, columns) that one program of the weighted backward handles at once."""
     if d_ff <= 512:
         return 8, 128
     return (4, 256) if d_ff < 2048 else (1, 1024)

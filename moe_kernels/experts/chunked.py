@@ -1,12 +1,12 @@
 """The expert feed-forward and its backward, chunk by chunk, so that communication can overlap with computation.
 
     forward, each chunk:     H = gather(tokens) @ w_up^T     A = activation(H)    out = combine(A @ w_down^T)
-    backward, each chunk:    dA' = gather(dout) @ w_down     dw = <dA', A>        A_w and dH, to the rows of all chunks
-    then of all at once:     dX = dH @ w_up                  dtokens = sum of a token's rows of dX
-    and last of all at once: dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
+    backward, each chunk:    dA' = gather(dout) @ w_down     dw = <dA', A>        A_w and dH, in tensors of all chunks
+    then, for all chunks:    dX = dH @ w_up                  dtokens = sum of a token's rows of dX
+    last, for all chunks:    dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
 
 A chunk's outputs exist before the next chunk's tokens are needed, and can be sent while the next chunk is computed. The
-gradients of tokens exist before those of the weights, and can be sent meanwhile. Each weight gradient is one product
+gradients of tokens can be sent while the gradients of the weights are computed. Each weight gradient is one product
 over the rows of all chunks, not a sum of one product per chunk.
 """
 
@@ -80,16 +80,13 @@ class ExpertsInParts:
         return rows.combine(down(experts, rows, activated), topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
-        """
-        Args:
-            whole: the permutation of the slots of all chunks, in order. With one chunk, pass that chunk's permutation.
-        """
+        """Return the steps of backward. `whole` is the permutation of the slots of all chunks, in order. With one
+        chunk, pass that chunk's permutation."""
         return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
 
 
 def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
-    """Return the experts restricted to these columns of their outputs. `w_down` is their weight, or a dequantised
-    copy."""
+    """Return the experts restricted to these columns of the outputs. `w_down` is the dense weight of the experts."""
     weights = experts.weights
     b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
     down_b = experts.adapters.down_b
@@ -99,8 +96,8 @@ def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
 
 
 class BackwardInParts:
-    """The backward in steps. Call `backward_part` for each chunk, in any order, then `tokens_gradient` and
-    `weight_gradients`, in any order.
+    """The backward in steps. Call `backward_part` for each chunk, in any order. Then call the other methods,
+    in any order.
 
     Only `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
     """
@@ -159,8 +156,8 @@ class BackwardInParts:
         dout: Tensor,  # [T, D] of all chunks, contiguous
         needed: Adapters,  # bools
     ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
-        """Return the gradients of the needed pairs of factors, and None in place of the others. Recomputes the [R, r]
-        products."""
+        """Return the gradients of the needed pairs of factors, and None in place of the others. Recomputes [R, r]
+        products that are not kept."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         assert hidden is not None

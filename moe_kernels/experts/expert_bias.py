@@ -20,12 +20,12 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
 
 
 def launch_segment_sum(
-    rows: Tensor,  # [R, N], or [T, N] with an index
+    rows: Tensor,  # [R, N]; [T, N] with row_to_token
     bounds: Tensor,  # [G + 2] int32
     row_to_token: Tensor | None = None,  # [R] int32
     row_weights: Tensor | None = None,  # [R] float32 contiguous
 ) -> Tensor:  # [G, N] float32
-    """Return the sum over each group's rows, times their weights. Adds in a fixed order. An empty group gets zeros."""
+    """Return each group's row sum, weighted by `row_weights` if given, in a fixed order. An empty group gets zeros."""
     num_groups, num_columns = len(bounds) - 2, rows.shape[1]
     out = rows.new_empty(num_groups, num_columns, dtype=torch.float32)
     if out.numel():
@@ -49,7 +49,7 @@ def launch_segment_sum(
 @triton.jit
 def _segment_sum_kernel(
     rows_ptr,
-    rows_strides,  # [R, N]; [T, N] with an index
+    rows_strides,  # [R, N]; [T, N] with row_to_token
     row_to_token_ptr,  # [R], or None
     row_weights_ptr,  # [R], or None
     bounds_ptr,  # [G + 2]

@@ -64,7 +64,7 @@ def fused_experts(
     Args:
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is a `QuantizedWeight` of the same format.
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
-        adapters: low-rank changes of the weights, in any floating-point dtype; they are rounded to that of the weights.
+        adapters: low-rank changes of the weights, in any floating-point dtype. They are rounded to the tokens' dtype.
             No tensor of the size of the weights is made. Saves a further tensor [R, r] for backward.
         weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
         recompute: "up" does not save the pre-activations; backward multiplies by `w_up` once more, with the same bits.
@@ -76,7 +76,7 @@ def fused_experts(
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
             dtype of the tokens. Weights are quantised in every forward and backward; `MoEFeedForward` keeps the result.
-            "fp8_saved" also saves the pre-activations in e4m3: half the bytes, and less precise gradients.
+            "fp8_saved" also stores the saved pre-activations in e4m3: half the bytes, and less precise gradients.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -112,7 +112,7 @@ def compute_experts(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Compute `fused_experts`. `settings` are those of `make_operands`."""
+    """Compute `fused_experts`. `settings` are passed to `make_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
@@ -175,7 +175,7 @@ def compute_routed(
     weights: ExpertWeights,
     **settings: Any,
 ) -> RoutedExperts:
-    """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op of kernels.
+    """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op with the Triton kernels.
 
     The weights must contain every expert that the router can choose. The returned routing carries no gradient. Compiled
     code routes with a separate op, so that checkpointing can keep the choice: see `save_routing`.
@@ -221,7 +221,7 @@ def make_operands(
     if others.get("adds_to_main_grad"):
         _check_main_grad(tokens, weights)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    # Without a backward nothing is saved, so nothing needs to be recomputed.
+    # Without gradients no backward follows, so the pre-activations are not saved.
     recomputes = recompute == "up" or not torch.is_grad_enabled()
     return ExpertOperands(tokens, experts, recompute=recomputes, precision=precision, **others)
 
@@ -282,7 +282,7 @@ def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> N
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    # All experts may share the factor that multiplies tokens, or that yields outputs.
+    # All experts may share the factor that multiplies tokens (up_a) or yields outputs (down_b).
     allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
     if 0 in shape[1:] or list(factor.shape) not in allowed:
         wanted = " or ".join(map(str, allowed))

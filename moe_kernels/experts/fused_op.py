@@ -44,12 +44,12 @@ gather(dout), X = gather(tokens), and the adapters' scale in up_b and down_b:
 
 X @ up_a^T [R, r] is saved.
 
-Quantised weights are frozen. With many rows, each of the four GEMMs that read one has its dequantised copy as a further
-live tensor: w_up in forward, w_down in forward and with the hidden gradients, w_up with dtokens.
+Quantised weights are frozen. With many rows, a dequantised copy is a further live tensor of each GEMM that reads a
+weight: w_up in forward, w_down in forward and for the hidden gradients, w_up for dtokens.
 
-dw_up, the largest gradient, is allocated last, next to the fewest other tensors. dw_down is computed first, because it
-replaces A_w and a copy [R, D], which are larger unless there are few rows per expert. H is freed after the first op if
-autograd does not retain the graph. With recompute="up" dH overwrites H.
+dw_up, the largest gradient, is allocated last, when the fewest other tensors are live. dw_down is computed first, so
+that A_w and a copy [R, D] can be freed. These are larger than dw_down unless there are few rows per expert. H is freed
+after the first op if autograd does not retain the graph. With recompute="up" dH overwrites H.
 
 With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
 128 columns, weights a scale for each 128 x 128 block. Sums are float32. Tensors are quantised where they are computed:
@@ -59,9 +59,9 @@ With precision "fp8" the products of forward and of the gradients of rows have e
     dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
-dw_up and dw_down multiply the same tensors as without FP8, in the dtype of the tokens. The same tensors are saved, and
-the given forms of the weights. With "fp8_saved" H is also saved in e4m3, in a bit more than half the bytes. Backward
-dequantises it and overwrites it with dH.
+dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. Given forms of the
+weights are saved in addition. With "fp8_saved" H is saved in e4m3 instead, in a bit more than half the bytes. Backward
+dequantises H and overwrites the result with dH.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class _Outputs(NamedTuple):
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward computes it again
     scales: Tensor | None  # [R, 2F / 128 or F / 128] of H in e4m3
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
-    topk_weights: Tensor | None  # [T, K]; this and the next only with a router
-    topk_experts: Tensor | None  # [T, K]
-    buffer: Tensor | None  # memory of `SortedSlots`; None if rows are given
+    topk_weights: Tensor | None  # [T, K]; None without a router
+    topk_experts: Tensor | None  # [T, K]; None without a router
+    buffer: Tensor | None  # `SortedSlots.buffer`, or None with given rows
 
 
 @registered_op("fused_experts")
@@ -182,7 +182,7 @@ def _(operands):
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
-    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack attributes
+    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack `main_grad`
     if "selection_bias" in ctx.names:  # backward does not read it, and updates in place may precede backward
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
@@ -247,7 +247,7 @@ def read_by_backward(
 
 def compute_gradients(
     dout: Tensor,  # [T, D]
-    of_forward: list[SavedForBackward],  # one; becomes empty
+    of_forward: list[SavedForBackward],  # one entry, which is removed
     needed: set[str],  # names of operands
     main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:

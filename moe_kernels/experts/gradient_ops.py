@@ -1,7 +1,7 @@
 """The ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas.
 
-Backward is three ops, so that tensors are freed between them as soon as nothing reads them any more. The op of a
-weight's gradient adds it to `main_grad` if there is one. The ops' schemas do not declare this mutation, because no
+Backward is three ops, so that tensors are freed between them as soon as nothing reads them any more. An op adds
+a weight's gradient to `main_grad` if there is one. The ops' schemas do not declare this mutation, because no
 tracer reaches the ops with a `main_grad`: see `fused.py`.
 """
 
@@ -58,12 +58,12 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Compute the gradients of the pre-activations. A tracer cannot know whether `drows` is a copy, so it always gets a
-    tensor, which is unwritten if GEMMs gather."""
+    """Compute the gradients of the pre-activations. A tracer cannot know whether GEMMs gather or read a copy. With
+    `is_traced`, `drows` is therefore a tensor in both cases, unwritten if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # whether H is a tensor of this op, which it may overwrite
+    is_own = operands.recompute or scales is not None  # whether this op makes H and may overwrite it
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, rows.as_read(tokens), topk_weights)
     elif scales is not None:

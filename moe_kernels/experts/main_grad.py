@@ -1,5 +1,4 @@
-"""Weights whose gradient is added to their attribute `main_grad`, which Megatron's parameters have, instead of to
-`grad`."""
+"""Weight gradients that are added to `main_grad`, an attribute of Megatron's parameters, instead of to `grad`."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def mark_added(weight: Any) -> Tensor | None:
     """Return what autograd gets for a weight whose gradient is in `main_grad`.
 
     This is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
-    parameters. Its hooks need a tensor, which they ignore.
+    parameters. Megatron's hooks need a tensor, whose values they ignore.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

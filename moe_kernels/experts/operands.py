@@ -59,7 +59,7 @@ class ExpertOperands(NamedTuple):
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
-        """Return the position of the rows: the caller's `rows`, or those of `sorted_slots`."""
+        """Return the position of the rows: the caller's `rows`, or the rows of `sorted_slots`."""
         if self.rows is not None:
             return self.rows
         assert self.sorted_slots is not None

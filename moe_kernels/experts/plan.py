@@ -22,13 +22,13 @@ FROZEN = ("up", "down", "down_dgrad", "up_dgrad")
 class Step(NamedTuple):
     """A GEMM of the layer."""
 
-    name: str  # of `TRAINED`
+    name: str  # one of `TRAINED`
     args: Arguments
     kernel: Kernel | None  # None: no kernel supports the arguments
 
     @property
     def gathers(self) -> bool:
-        """Whether the GEMM gathers rows of tokens."""
+        """Return whether the GEMM gathers rows of tokens."""
         return any("row_to_token" in name and getattr(self.args, name) is not None for name in self.args.tensors)
 
 

@@ -128,7 +128,7 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
 
     # Inside an op autograd is off, but torch.func works.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    # The strides that autograd gives depend on the inputs, but those of a fake must not.
+    # Strides of gradients from autograd depend on the inputs, but the fakes are contiguous.
     gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 

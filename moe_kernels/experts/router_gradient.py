@@ -2,7 +2,7 @@
 
 If a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
 
-    dlogits = w * (dw - sum of w * dw)      dtokens = sum over its rows of dX[row] + dlogits * w_router[expert]
+    dlogits = w * (dw - sum of w * dw)      dtokens = sum over a token's rows of (dX[row] + dlogits * w_router[expert])
 
 Therefore neither a product with a [T, E] gradient nor a pass that adds its result is needed.
 """
@@ -17,7 +17,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-_MOST_COLUMNS = 1024  # per program, which loads this much of a row and of a row of the router
+_MOST_COLUMNS = 1024  # columns of a row, and of a router's row, that one program loads
 
 
 def launch_combine_with_router(
@@ -28,7 +28,7 @@ def launch_combine_with_router(
     bounds: Tensor,  # [E + 2] int32, as in TileTable
     w_router: Tensor,  # [E, D]
 ) -> Tensor:  # [T, D]
-    """Return the sum, accumulated in float32 and rounded once. Dropped slots add nothing."""
+    """Return dtokens, accumulated in float32 and rounded once. Dropped slots add nothing."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
     if top_k == 0:
@@ -106,12 +106,12 @@ def _slot_terms_kernel(
     slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)
     weight = tl.load(weights_ptr + slot, mask=mask, other=0.0)
     dweight = tl.load(dweights_ptr + slot, mask=mask, other=0.0)
-    # Subtract the mean before multiplying by the weight: if one expert has nearly all the weight, the two nearly
-    # cancel.
+    # Subtract the mean before multiplying by the weight. If one expert has nearly all the weight, its dweight and the
+    # mean nearly cancel.
     dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
     tl.store(dlogits_ptr + slot, dlogit, mask=mask)
     row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)
-    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # the last expert that begins at the row or before
+    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # binary search: last expert that begins at or before the row
     for step in tl.static_range(SEARCH_STEPS):
         later = expert + (1 << (SEARCH_STEPS - 1 - step))
         start = tl.load(bounds_ptr + later, mask=later < NUM_EXPERTS, other=2147483647)
@@ -131,7 +131,7 @@ def _combine_with_router_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the strides of rows
+    ALIGNED: tl.constexpr,  # divides D and both row strides
     BLOCK_D: tl.constexpr,
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""

@@ -47,7 +47,7 @@ Matrices = Tensor | QuantizedMatrices | ScaledMatrices
 
 
 class Rows(NamedTuple):
-    """The integers of a permutation. The methods choose and launch kernels on its rows."""
+    """The integers of a permutation. The methods choose kernels and launch them on the permutation's rows."""
 
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R] contiguous
@@ -89,8 +89,8 @@ class Rows(NamedTuple):
         return is_worth_aligning(matrices, num_rows)
 
     def decodes(self, weight: QuantizedWeight) -> bool:
-        """Return whether GEMMs decode the weight while they load it: if experts have few rows on average. Batch
-        invariance needs dequantised weights, because their kernels are those of plain weights."""
+        """Return whether GEMMs decode the weight while they load it: if experts have few rows on average. With
+        batch invariance GEMMs never decode, because the number of rows must not decide."""
         return self.assumed_rows is None and self.row_to_token.shape[0] < MAX_ROWS * weight.shape[0]
 
     def gemm(
@@ -185,7 +185,7 @@ class Rows(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
 
-        Return None if a product and a pass over it are faster. With `overwrite` dH is in the memory of H.
+        Return None if no kernel computes them, or if a GEMM and a pass are faster. With `overwrite` dH overwrites H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
@@ -258,7 +258,7 @@ class Rows(NamedTuple):
         return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)
 
     def permute(self, tokens: Tensor, topk_weights: Tensor | None = None) -> Tensor:  # [R, D]
-        """Copy each token, times the slot's weight, to its rows."""
+        """Copy each token to its rows, multiplied by the slots' weights if given."""
         rows = empty_rows(tokens, self.row_to_token.shape[0], tokens.shape[1])
         launch_permute(tokens, topk_weights, self.slot_to_row, rows)
         return rows
@@ -270,7 +270,7 @@ class Rows(NamedTuple):
         return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 
     def combine(self, rows: Tensor, topk_weights: Tensor | None) -> Tensor:  # [T, D]
-        """Return the weighted sum of each token's rows."""
+        """Return the sum of each token's rows, weighted by `topk_weights` if given."""
         return launch_combine(rows, topk_weights, self.slot_to_row)
 
     def row_bias(self, bias: Tensor | None) -> RowBias | None:
@@ -299,7 +299,7 @@ def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
 def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
 
-    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. Its additional reads grow
+    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. The additional reads grow
     with the length of the reduction, but the cost of the saved pass does not. With few rows other designs multiply
     faster.
     """

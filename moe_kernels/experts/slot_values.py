@@ -1,5 +1,4 @@
-"""Copies the routing weights of slots to rows. Sums the gradients of the routing weights, which each row holds in
-several parts."""
+"""Copies the routing weights of slots to rows. Sums the parts of a routing weight's gradient, which one row holds."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def _row_weights_kernel(
     num_slots,
     BLOCK: tl.constexpr,
 ):
-    """One program moves BLOCK slots. Grid: (cdiv(T * K, BLOCK),)."""
+    """One program copies the weights of BLOCK slots. Grid: (cdiv(T * K, BLOCK),)."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1)
     weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)

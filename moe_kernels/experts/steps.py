@@ -62,7 +62,7 @@ _NO_ADAPTERS = Adapters()
 class Experts(NamedTuple):
     """The weights and settings, which are the same for all chunks."""
 
-    weights: ExpertWeights  # contiguous biases
+    weights: ExpertWeights  # biases are contiguous
     adapters: Adapters
     activation: str
     limit: float | None

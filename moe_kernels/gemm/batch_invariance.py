@@ -24,7 +24,7 @@ from ..runtime.registered_ops import registered_op
 from . import selection
 from .arguments.dense import GemmArguments
 
-ASSUMED_ROWS = 2048  # rows per group; the tables of kernels have entries for this number and most layers
+ASSUMED_ROWS = 2048  # rows per group for which kernels are chosen
 
 
 def invariant_linear(
@@ -69,14 +69,14 @@ def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> t
 
 
 def _alone(tensor: Tensor, i: int) -> Tensor:
-    """Copy one token to a separate tensor, because its address within a batch has another alignment."""
+    """Copy one token to a separate tensor, because its address within a batch may be aligned differently."""
     return tensor[i : i + 1].clone(memory_format=torch.contiguous_format)
 
 
 def canonical_layout(rows: Tensor) -> Tensor:
     """Return the same values in a layout independent of the batch: contiguous, at a multiple of 16 bytes."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
-        return rows.view(-1).view(rows.shape)  # gives a single row, whose stride is arbitrary, the usual stride
+        return rows.view(-1).view(rows.shape)  # resets the stride of a single row, which is arbitrary
     return rows.clone(memory_format=torch.contiguous_format)
 
 

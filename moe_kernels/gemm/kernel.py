@@ -99,14 +99,14 @@ class Design:
 
 @dataclass(frozen=True)
 class PointerDesign(Design):
-    """Loads through pointers: any size, any stride, any CUDA GPU."""
+    """Loads through pointers: any size, any stride, any CUDA GPU from compute capability 8.0."""
 
 
 @dataclass(frozen=True)
 class TmaDesign(Design):
-    """Contiguous operands through TMA, gathered ones through asynchronous copies; software pipelining."""
+    """Loads contiguous operands through TMA, gathered operands through asynchronous copies, in a software pipeline."""
 
-    flatten: bool = False  # one pipeline over all tiles of a program: a tile's loads start before the last epilogue
+    flatten: bool = False  # one pipeline over a program's tiles: a tile's loads start before the previous epilogue
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class KernelMetadata:
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
-    arguments_class: type  # a class with `A`, `accumulator_type` and `operands`; `Arguments` adds checks
+    arguments_class: type  # has `A`, `accumulator_type`, `operands`; usually a subclass of `Arguments`
     obstacle: str | None = None  # why the installed software cannot run the kernel
     epilogues: Collection[str] = ()  # possible epilogues; the catalog lists the kernel with the first
 
@@ -260,8 +260,8 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return the estimated time in multiplications: those of all tiles, padding included, or more if reading the
-        operands takes longer. It assumes an equal speed of all kernels."""
+        """Return the estimated cost, comparable between kernels for the same arguments: that of the tiles, padding
+        included, or of reading the operands if more. Assumes equal speed."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:
@@ -308,7 +308,7 @@ class Kernel(abc.ABC):
 
 @functools.cache
 def device_cc(device: torch.device) -> int:
-    """Return the compute capability as two digits, such as 90."""
+    """Return the compute capability as one number, such as 90 for 9.0."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

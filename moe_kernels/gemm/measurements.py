@@ -14,9 +14,9 @@ from typing import NamedTuple
 class Table(NamedTuple):
     """Measurements of one GPU model."""
 
-    kernels: dict[str, str]  # by `Arguments.table_key`
-    copies: dict[str, list[bool]]  # by `copies_key`
-    milliseconds: dict[str, float] | None = None  # the kernels' times by the keys of `kernels`, if recorded
+    kernels: dict[str, str]  # kernel names by `Arguments.table_key`
+    copies: dict[str, list[bool]]  # fields of `Copies` by `copies_key`
+    milliseconds: dict[str, float] | None = None  # each kernel's time, keyed like `kernels`, if recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables; `other` wins for keys in both."""

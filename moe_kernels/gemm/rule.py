@@ -53,8 +53,8 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 def _drifts(args: Arguments) -> bool:
     """Return whether warp-specialised programs that share data drift so far apart that the L2 cache drops the data.
 
-    On an H100 such kernels took 0.95 to 1.23 times as long as other TMA kernels. This holds for gradients of many rows
-    without a gather, whose last column tile is partly filled.
+    This holds for gradients of many rows without a gather, whose last column tile is partly filled. For these, on an
+    H100, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels.
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
@@ -69,7 +69,7 @@ def _speed(design: Design, half_speed: int, drifts: bool) -> float:
     """Return the relative speed of computing one tile. Larger tiles read less per multiplication, and some designs
     stall less."""
     if isinstance(design, StreamingDesign):
-        return 1.0  # such a kernel's estimate already covers reading
+        return 1.0  # a streaming kernel's estimate already covers reading
     rows, columns, _ = design.tile_shape
     reuse = rows * columns / (rows + columns)  # multiplications per element read
     if isinstance(design, WarpSpecializedDesign):

@@ -1,6 +1,6 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists what a function selects, for this GPU or for another one. Tools see in this way which GEMMs an op runs.
+`planning` lists what a function selects, for this GPU or for another one. Tools thus show which GEMMs an op runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _copies: dict[tuple[Any, ...], Copies] = {}
 
 
 class Target(NamedTuple):
-    """A GPU that kernels are selected for. It need not be here."""
+    """A GPU that kernels are selected for. This machine need not have the GPU."""
 
     cc: int
     gpu: str | None  # name of the GPU, which selects the tables
@@ -83,7 +83,7 @@ def planning(
     Args:
         target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
             selects for the operands' GPU and launches.
-        copies: what `choose_copies` returns; None, the default: its own choice.
+        copies: result of `choose_copies`; None, the default, keeps its own choice.
         fuses: whether a GEMM may have an activation in its epilogue.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)
@@ -133,7 +133,7 @@ def find(args: Arguments) -> Kernel | None:
 
 
 def find_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel that `find` would find on a GPU that need not be here."""
+    """Return the kernel that `find` would find on the target GPU, which this machine need not have."""
     like = listed(args)
     kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
     kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
@@ -193,7 +193,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch after the launch, which itself does not change.
+# MOE_VERIFY=n checks the result of every n-th launch. The launches themselves do not change.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
     require_single_launches("MOE_VERIFY")
@@ -251,7 +251,7 @@ def get_kernels(
     only listed ones.
 
     With `cc`, the device of `args` is ignored: tensors on any device stand for tensors on such a GPU. The device's
-    table then decides nothing. Without `cc`, only kernels that run on the device of `args` are listed.
+    table is then ignored. Without `cc`, only kernels that run on the device of `args` are listed.
     """
     epilogue = None if args is None else args.epilogue
     kernels = [_taking(epilogue, listed) for listed in ALL_KERNELS]
@@ -305,7 +305,7 @@ def choose_copies(
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the choice of copies that this entry of a table encodes, or None for no entry."""
+    """Return the choice of copies for an entry of the table. `entry` is None if the table has none."""
     num_experts, num_columns, d_model = w_up.shape
     # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))

@@ -35,7 +35,7 @@ def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
 
 
 def num_table_programs(capacity: int, num_groups: int) -> int:
-    """Return the number of programs that write a table of these sizes: `write_tile_table` ranks groups by entries."""
+    """Return the number of programs that write a table of these sizes and rank its groups."""
     return -(-max(capacity, num_groups) // table_blocks(num_groups)["PROGRAM_ENTRIES"])
 
 
@@ -132,8 +132,8 @@ def _options(num_groups: int, block_rows: int) -> dict[str, int]:
 
 @triton.jit
 def write_tile_table(
-    block,  # writes entries [block * PROGRAM_ENTRIES, + PROGRAM_ENTRIES) and the ranks of as many groups; block 0 also
-    # writes the bounds and the number of tiles
+    block,  # number of the program, which writes PROGRAM_ENTRIES entries and the places of as many groups in `order`;
+    # program 0 also writes the bounds and the numbers of tiles
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
@@ -166,7 +166,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # There are programs for as many entries as groups, so these entry numbers include every group.
+        # The programs cover at least as many entries as groups, so every group has the number of an entry.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

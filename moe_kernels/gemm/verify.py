@@ -39,9 +39,9 @@ class Comparison(NamedTuple):
 
 
 def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float = 1.0) -> None:
-    """Hold three groups of a kernel's result to the error budget.
+    """Check three groups of a kernel's result against the error budget.
 
-    Waits for the GPU. Groups whose exact result is not finite are not judged.
+    Waits for the GPU. Groups whose exact result is not finite are skipped.
 
     Args:
         name: name of the kernel, for the message.
@@ -200,7 +200,7 @@ def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterato
 
 def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> Iterator[Comparison]:
     if args.out.data_ptr() == args.preactivation.data_ptr():
-        return  # its operands are overwritten
+        return  # the kernel has overwritten its operands
     bounds, dtype = _bounds(args, args.num_rows), args.out.dtype
     for group in _sampled(len(args.B), first):
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)
@@ -243,7 +243,7 @@ def _of_jagged_gemm(args: JaggedGemmArguments, first: int) -> Iterator[Compariso
 def _of_product(a: Tensor, b: Tensor, out: Tensor, epilogue: str | None) -> Comparison:
     if epilogue is None:
         return _compare(_product, out, a, b)
-    # The activation comes before the product is rounded.
+    # The kernel applies the activation before it rounds the product.
     _, product, exact = _compare(_product, out.float(), a, b)
     activate = partial(reference.apply_activation, activation=epilogue)
     return Comparison(out, activate(product).to(out.dtype), activate(exact))

@@ -115,7 +115,7 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-_TILE_BYTES = 2**17  # registers of one program of 32 warps, which occupies a whole SM
+_TILE_BYTES = 2**17  # tile in the registers of one program of 32 warps, which occupies a whole SM
 _FEWEST_TILES = 128  # fewer tiles leave SMs idle
 
 

@@ -1,8 +1,8 @@
 """A stable sort of the slots by expert, deterministic because it uses no atomics.
 
-Many slots are sorted by counting, in three launches for any T, K and E: count the experts of each block of slots, scan
-each expert's counts over the blocks, sort the slots within their block and place them. Few slots take one launch: each
-slot finds its row by comparing itself with all others.
+Many slots are sorted by counting, in three launches for any T, K and E. The first counts the experts of each block of
+slots. The second scans each expert's counts over the blocks. The third sorts the slots within their block and places
+them. Few slots take one launch: each slot finds its row by comparing itself with all others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BLOCK_ROWS = 128  # default height of the tile table's blocks
 _FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
 _RANKED = 32  # slots whose rows one program finds
 _COMPARED = slots_compared_at_once
-_ALIGNED_INTEGERS = 4  # int32 in the 16 bytes of alignment for which Triton compiles kernels
+_ALIGNED_INTEGERS = 4  # int32 numbers in 16 bytes, the alignment for which Triton specialises kernels
 
 
 def sort_by_expert(
@@ -48,8 +48,8 @@ def sort_by_expert(
 ) -> Permutation:
     """Sort the slots by expert, stably: an expert's rows stay in token order.
 
-    A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. It leaves a padding row behind the
-    last expert's rows; padding rows never affect results. Not differentiable. Deterministic.
+    A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. Each dropped slot leaves a padding
+    row after the last expert's rows. Padding rows never affect results. Not differentiable. Deterministic.
 
     Shapes: topk_experts [T, K] int32.
 
@@ -198,7 +198,7 @@ def _count_and_place(
     num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
     num_blocks = cdiv(num_slots, block_slots)
-    counts = topk_experts.new_empty(num_blocks, num_experts)  # later: the expert's slots in earlier blocks
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # after the scan: the expert's slots in earlier blocks
     totals = topk_experts.new_empty(num_experts)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
@@ -395,7 +395,7 @@ def _place_kernel(
         earlier = tl.load(earlier_ptr + block.to(tl.int64) * E + index, mask=exists, other=0)
         up_to_here = tl.load(earlier_ptr + (block + 1).to(tl.int64) * E + index, mask=exists & (not is_last), other=0)
         counts = tl.where(is_last, totals, up_to_here) - earlier
-        first_lane = tl.cumsum(counts, 0) - counts  # where each expert begins once the slots of the block are sorted
+        first_lane = tl.cumsum(counts, 0) - counts  # position of each expert's first slot in the sorted block
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)

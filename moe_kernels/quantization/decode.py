@@ -1,4 +1,4 @@
-"""Exact dequantisation in plain PyTorch, for reading checkpoints. It also specifies the bits of the kernels' results.
+"""Exact dequantisation in plain PyTorch, to read checkpoints and to specify the bits of the kernels' results.
 
 Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
 
@@ -9,9 +9,9 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
             times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
     int8    code * largest * (1 / 127), in this order, where `largest` is the row's largest absolute value.
 
-The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 it is
-infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. fp8 has the bits of transformers' loader (`Fp8Dequantize`).
-The backward of transformers has other bits for bfloat16, because it rounds scales to bfloat16 first.
+The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 the
+code is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
+gives the same bits. In bfloat16, the backward of transformers gives others, because it rounds scales first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ A block's scale and numbers are the same in both orientations, because blocks ar
 
 `launch_requantize` finds changes on the device, without host synchronisation. It reads the whole weight, compares a
 64-bit checksum of each block, and quantises the blocks that differ. A change of one element always changes the
-checksum. A change of several elements goes unseen with a probability of about 2**-32.
+checksum. A change of several elements is missed with a probability of about 2**-32.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _odd_numbers(first: tl.constexpr):
 
 @triton.jit
 def _checksum(weight):  # [128, 128]
-    """Return the sum over the elements of bits * odd number of the element, modulo 2**64."""
+    """Return the sum of each element's bits times its own odd number, modulo 2**64."""
     bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
     factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
     return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)
@@ -174,5 +174,5 @@ def _quantize_weight_kernel(
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
             tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
         if checksums_ptr is not None:
-            # The checksum is written last: each warp reads the earlier one before the barrier of `largest_size`.
+            # The checksum is written last: each warp reads the old one before the barrier in `largest_size`.
             tl.store(checksums_ptr + block, checksum)

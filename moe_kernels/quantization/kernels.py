@@ -30,7 +30,7 @@ def decode_e4m3(byte):
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # At the place of float32's exponent and mantissa, the bits are a number 2 ** 120 times too small.
+        # In the exponent and mantissa fields of float32, the bits give a number 2 ** 120 times too small.
         bits = byte.to(tl.int32)
         value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -53,9 +53,9 @@ def _twice_e2m1(nibble):
 def _mxfp4_pairs(packed, half_powers):
     """Return the numbers in the low and in the high bits of bytes as bfloat16, four bytes in 26 instructions.
 
-    Decodes two numbers at once, otherwise as `_twice_e2m1`. Products with powers of two are exact, subnormal ones
-    included. Compute capability 8 multiplies bfloat16 only in a fused multiply-add, so -0 is added, which changes no
-    value.
+    The instructions handle two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with powers of two are
+    exact, subnormal ones included. Compute capability 8 multiplies bfloat16 only in a fused multiply-add. Its addend is
+    -0, which changes no value.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -230,7 +230,7 @@ def _dequantize_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * its tiles,)."""
+    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * tiles of a matrix,)."""
     NUM_OUT: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     NUM_IN: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     program = tl.program_id(0)
@@ -266,7 +266,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  #
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if not out.numel():
         return out
-    block_in = min(max(next_power_of_2(size_in), 64), 256)  # whole blocks of 4-bit formats
+    block_in = min(max(next_power_of_2(size_in), 64), 256)  # at least 64 for whole blocks of 4-bit formats
     block_out = min(next_power_of_2(size_out), 8192 // block_in)
     launch_kernel(
         _dequantize_kernel,
@@ -286,7 +286,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  #
 def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return the pointers of `decode_tile`."""
     values = weight.values if weight.values.dtype == torch.int8 else weight.values.view(torch.uint8)
-    # The interpreter knows neither e8m0 nor every number of bfloat16.
+    # The interpreter supports neither e8m0 nor every bfloat16 number.
     as_bits = {torch.float8_e8m0fnu: torch.uint8, torch.bfloat16: torch.int16}.get(weight.scales.dtype)
     scales = weight.scales if as_bits is None else weight.scales.view(as_bits)
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset

@@ -94,7 +94,7 @@ def pack_rows(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, W] in the dtype of rows
-    """Return `quantize_rows` as one tensor to send: the bytes of each row's numbers, then those of its scales.
+    """Return the results of `quantize_rows` in one tensor to send: each row's numbers, followed by its scales.
 
     The tensor has the dtype of the rows, so that autograd accepts it. Its values have no meaning in that dtype.
     """
@@ -114,7 +114,7 @@ def unpack_rows(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, num_columns]
-    """Return the rows that `pack_rows` packed, as quantised."""
+    """Dequantise the rows that `pack_rows` packed."""
     if choose("unpack_rows", implementation, packed) == "triton":
         return _unpack_rows_op(packed, num_columns)
     stored = packed.view(torch.uint8)

@@ -18,13 +18,13 @@ from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # programs that keep most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # tile of the weight's gradient
-_SUMMED = 512  # values per program; with 4 per thread, float32 is read and 16 bits are written without an exchange
+_SUMMED = 512  # values per program; with 4 per thread, no data is exchanged between threads to write 16 bits
 
 
 @once_per_form
 def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
-    """Raise ValueError unless shapes and devices fit. Both must have the same floating-point dtype, except that a
-    float32 weight may meet 16-bit tokens."""
+    """Raise ValueError unless shapes and devices fit. Both tensors must have the same floating-point dtype, except that
+    16-bit tokens allow a float32 weight."""
     check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
     if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
         check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
@@ -174,7 +174,7 @@ def launch_weight_gradient(
 def _product_kernel(
     a_ptr,  # [M, K]
     a_strides,
-    b_ptr,  # [B_ROWS, N]; row k % B_ROWS meets column k of a
+    b_ptr,  # [B_ROWS, N]; row k % B_ROWS multiplies column k of a
     b_strides,
     bias_ptr,  # [N] contiguous, or None
     addend_ptr,  # [M, N], or None
@@ -266,7 +266,7 @@ def _sum_of_shares_kernel(
 @triton.jit
 def store_gradient(
     gradient,  # [BLOCK_T, E_P2] float32
-    direct_ptr,  # [T, E], a gradient to add, or None
+    direct_ptr,  # [T, E], added to the gradient, or None
     direct_strides,
     dlogits_ptr,  # [T, E] contiguous; [T, 2E] if SPLIT
     t,  # [BLOCK_T, 1]

@@ -1,6 +1,6 @@
-"""The linear router as one op: logits, choice and weights, and their gradients. It keeps no [T, E] tensor.
+"""The linear router as one op: logits, choice and weights, and their gradients. The op keeps no [T, E] tensor.
 
-`softmax.py` has the kernels of the plain softmax, `scored.py` those of all other routers.
+`softmax.py` has the kernels of the plain softmax, and `scored_kernels.py` those of all other routers in this op.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class LinearRouter(NamedTuple):
     logit_bias: Tensor | None  # [E]
     selection_bias: Tensor | None  # [E]
     top_k: int
-    is_softmax: bool  # a softmax over the logits chooses and weighs
-    invariant_logits: bool  # batch-invariant
+    is_softmax: bool  # whether a softmax over the logits chooses and weighs experts
+    invariant_logits: bool  # whether the logits are batch-invariant
     settings: ScoreSettings
 
     @property
     def is_softmax_of_chosen(self) -> bool:
-        """Return whether the weights are a softmax over the logits of the chosen experts, linear in the tokens."""
+        """Return whether the weights are a softmax over the chosen experts' logits, and logits have no bias."""
         return self.is_softmax and self.settings.normalize and self.logit_bias is None
 
 
@@ -90,7 +90,7 @@ def routing_gradients_op(
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: a gradient to add
-    dtokens: Tensor | None,  # [T, D]: a gradient to add
+    dtokens: Tensor | None,  # [T, D]: added to the result
     needs_tokens: bool,
     needs_w_router: bool,
     needs_logit_bias: bool,

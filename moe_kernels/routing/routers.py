@@ -1,8 +1,8 @@
 """The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
 
-`softmax.py` has the kernel of the plain softmax, `scored.py` that of most other specs, and `linear_op.py` the op that
-includes the linear map. Two kinds of specs are plain PyTorch on the logits, under every implementation: SparseMixer,
-and norms other than the sum.
+`softmax.py` has the op of the plain softmax, `scored.py` that of most other specs, and `linear_op.py` the op that
+includes the linear map. Two kinds of specs run in plain PyTorch on the logits, under every implementation:
+SparseMixer, and norms other than the sum.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ def linear_routing(
 ) -> Routing:
     """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
 
-    If a kernel reads the logits directly, the function is one autograd boundary. It saves the tokens and the choice of
-    experts, and recomputes the logits if backward needs them. No [T, E] tensor is kept. The gradient of the logits is
-    float32, and both GEMMs with it accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
-    `logit_bias`, through weights and logits.
+    If a kernel reads the logits directly, the function is one autograd node. The node saves the tokens and the choice
+    of experts, and recomputes the logits if backward needs them. No [T, E] tensor is kept. The gradient of the logits
+    is float32, and both GEMMs that read it accumulate in float32. Deterministic. Differentiable in `tokens`,
+    `w_router` and `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
     topk_weights [T, K] float32, logits [T, E] float32.
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
-        spec: as in `topk_routing`, but logit_bias has an effect here.
+        spec: as in `topk_routing`, but its `logit_bias` is applied.
         logit_bias: required by specs with that bias, refused by others.
         selection_bias: required by specs with that bias, refused by others.
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.

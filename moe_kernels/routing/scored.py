@@ -171,7 +171,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# The key of an expert that does not exist. It is below the key of -inf.
+# The key of an expert that does not exist is below the key of -inf.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
 
 

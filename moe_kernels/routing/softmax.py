@@ -128,7 +128,7 @@ def topk_backward_op(
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
     high + low is the float32 value. A 16-bit GEMM with float32 accumulation multiplies the split matrix at twice the
-    cost. Its relative error is at most the square of the 16-bit rounding error.
+    cost. The relative error of high + low is at most the square of the 16-bit rounding error.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts

@@ -24,7 +24,7 @@ class RoutedForward(NamedTuple):
     keys: Tensor  # [T, E]
     choices: Tensor  # [T, K] integers; negative means no expert
     kept: Tensor | None  # [T, K] integers: the choices within capacities; None: all choices
-    token_mask: Tensor | None  # [T] bool: False for padding, which only the number of tokens with padding counts
+    token_mask: Tensor | None  # [T] bool: False for padding, which enters only the number of tokens with padding
     aux_loss: Tensor | None  # scalar
 
 
@@ -106,7 +106,7 @@ def _partial_statistics_kernel(
     choices_ptr,  # [T, K] contiguous
     kept_ptr,  # [T, K] contiguous, or None
     token_mask_ptr,  # [T] bytes, or None
-    counts_ptr,  # [P, 1, E] int32: choices; [P, 2, E] with kept choices behind
+    counts_ptr,  # [P, 1, E] int32: choices; [P, 2, E] with kept choices after them
     sums_ptr,  # [P, 4] float64: entropies, margins, smallest margin, tokens
     num_tokens,
     E: tl.constexpr,
@@ -164,7 +164,7 @@ def _slots_per_expert(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Return the number of slots of each token and expert, [BLOCK_T, BLOCK_E] int32. An assignment may repeat one."""
+    """Return the number of slots of each token and expert, [BLOCK_T, BLOCK_E] int32. An expert may repeat."""
     slots = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)  # [BLOCK_T, BLOCK_E]
     for k in tl.range(TOP_K, loop_unroll_factor=8):  # unrolled, so that the loads of several slots overlap
         choice = tl.load(choices_ptr + t * TOP_K + k, mask=is_token, other=-1)

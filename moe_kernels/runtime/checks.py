@@ -14,7 +14,7 @@ from .dispatch import FLOAT8, FLOAT8_CC, is_traced
 
 
 def can_be_read(tensor: Tensor) -> bool:
-    """Return whether a check may read values: the tensor is on the CPU, and no tracer runs, in which tensors have no
+    """Return whether a check may read values: the tensor is on the CPU, and no tracer runs. Traced tensors have no
     values."""
     return tensor.device.type == "cpu" and not is_traced(tensor)
 
@@ -78,7 +78,7 @@ def check_dtype(op: str, name: str, tensor: Tensor, *allowed: torch.dtype) -> No
 
 
 def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a product of operands like `a`: `out_dtype` if given, else `out`'s, else the operands'.
+    """Return the dtype of a product of operands like `a`: `out_dtype`, else `out`'s, else `a`'s (bfloat16 for float8).
 
     Raises:
         ValueError: operands of this dtype cannot give this result dtype, or `out` and `out_dtype` disagree.

@@ -17,7 +17,7 @@ REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
 
 
 def version_obstacle(version: tuple[int, ...] | None) -> str | None:
-    """Return why the kernels cannot be written in this version's Gluon, or None if they can."""
+    """Return why the kernels do not support this version's Gluon, or None if they do."""
     if version is None:
         return "Triton is not installed"
     if not OLDEST <= version[:2] <= NEWEST:
@@ -27,7 +27,7 @@ def version_obstacle(version: tuple[int, ...] | None) -> str | None:
 
 OBSTACLE = version_obstacle(TRITON_VERSION)
 _VERSION = TRITON_VERSION or ()
-KNOWS_GLUON = OBSTACLE is None  # True in the interpreter, too, although it cannot run Gluon
+KNOWS_GLUON = OBSTACLE is None  # also True in the interpreter, which cannot run Gluon
 if OBSTACLE is None and INTERPRET:
     OBSTACLE = "the interpreter does not run Gluon"
 if OBSTACLE is None:
@@ -65,7 +65,7 @@ def warn_if_slower(cc: int) -> None:
 
 
 def registers(gather: bool, pieces: int) -> dict[str, int]:
-    """Return the registers per thread of the producer and the first consumer. The second consumer gets the rest of 504.
+    """Return the registers per thread of the producer and one consumer. The other consumer gets the rest of 504.
 
     The numbers avoid spills. With Triton 3.8 and 3.9 they avoid spills only inside a step of the reduction.
 

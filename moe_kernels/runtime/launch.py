@@ -105,7 +105,7 @@ def run_launch(
         scratch: memory for descriptors; allocated if it is None or too small.
     """
     if operand.is_cuda:
-        ensure_context(operand.get_device())  # must precede the loading of an artifact's kernel, too
+        ensure_context(operand.get_device())  # needed before an artifact's kernel is loaded, too
     if artifact is None or artifact.compiled is None:
         ready = None if INTERPRET else _ready.get(signature(launch))
     else:
@@ -136,7 +136,7 @@ launching = _Thread()  # state of the current thread
 
 @contextlib.contextmanager
 def observing_launches(observer: LaunchObserver) -> Iterator[None]:
-    """Pass each launch of this thread to the observer, which makes it."""
+    """Pass each launch of this thread to the observer, which makes or omits the launch."""
     launching.observer = observer
     try:
         yield
@@ -265,7 +265,7 @@ def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tup
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
-    """Return the properties that Triton compiles a launch for."""
+    """Return the properties that decide the compiled code."""
     properties = [launch.function, *launch.options.items()]
     has_device = False
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
@@ -290,8 +290,8 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def _of_int(value: int, kind: int) -> int:
-    """Return whether the value exceeds 32 bits. If the kernel specialises on it, also return whether it is 1 or a
-    multiple of 16."""
+    """Encode whether the value exceeds 32 bits and, if the kernel specialises on it, whether it is 1 or a multiple of
+    16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 

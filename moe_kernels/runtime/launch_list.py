@@ -32,7 +32,7 @@ class LaunchList:
     Args:
         places: the place of each memory of the recording.
         scratch: for each launch, the place of the memory for descriptors that its kernel makes, or None.
-        born: the form in which each memory was allocated. Only the interpreter uses it.
+        born: the form in which each memory was allocated.
     """
 
     def __init__(

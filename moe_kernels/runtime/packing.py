@@ -21,7 +21,7 @@ def is_packed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-# The tensors of a quantised weight.
+# `QuantizedWeight`'s tensor fields.
 _TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
 _LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}, "_layout": str | None}
 

@@ -1,4 +1,4 @@
-"""All uses of PyTorch's private API except those of `registered_ops.py`, each with the public equivalent."""
+"""Names for PyTorch's private API, with public equivalents. Code outside `runtime` does not use `torch._C` directly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def unseen_by_tracers() -> Iterator[None]:
         yield
 
 
-# Not None inside `torch.jit.trace`. `torch.jit.is_tracing` takes twice as long, and every op reads this.
+# Returns None outside `torch.jit.trace`. Every op reads it; `torch.jit.is_tracing` takes twice as long.
 jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -63,7 +63,7 @@ def num_differentiations() -> int:
     return sum(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in stack)
 
 
-# The number of modes that see every operation.
+# Returns the number of modes that see every operation.
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 # Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.
@@ -73,7 +73,7 @@ unseen_by_modes = torch._C._DisableTorchDispatch
 unseen_by_autocast = torch._C._DisableAutocast
 
 
-# Whether autocast is enabled for any device.
+# Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
 # `fp32_precision("cuda", "matmul")` equals `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time; every
@@ -91,8 +91,8 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Whether the backward that runs in this thread executes an autograd node. Raises RuntimeError for the node of a leaf
-# whose gradient `torch.autograd.grad` returns.
+# Returns whether the backward that runs in this thread executes an autograd node. Raises RuntimeError for the node of a
+# leaf whose gradient `torch.autograd.grad` returns.
 will_run = torch._C._will_engine_execute_node
 
 

@@ -21,7 +21,7 @@ from .launch_list import LaunchList, scratch_bytes
 from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
 
-_ALIGNMENT = 512  # bytes; that of PyTorch's caching allocator, so addresses are aligned as in the recorded launches
+_ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # if temporaries take more bytes together, large ones stay out of the block
 _MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; smaller memory may be freed late
 
@@ -164,7 +164,7 @@ class _Plan:
         self.segments = self._segments(steps, own, (block, block_bytes))
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
-        """Give memories that are never in use at the same time the same bytes. Return the bytes of the block."""
+        """Let memories share bytes if they are never in use at the same time. Return the size of the block in bytes."""
         placed: list[tuple[int, int, int, int]] = []
         for size, first, last, index in sorted(temporaries, key=lambda entry: (-entry[0], entry[1])):
             offset = 0

@@ -52,7 +52,7 @@ class Form(NamedTuple):
 
 
 class Ref(NamedTuple):
-    """A reference to a tensor: its memory and its place there."""
+    """A reference to a tensor by its memory, offset and form."""
 
     memory: int  # index in `Recording.memories`
     offset: int  # bytes
@@ -88,7 +88,7 @@ class Memory:
     address: int
     form: Form  # the tensor as it was allocated
     num_bytes: int
-    storage: StorageWeakRef  # keeps the storage's identity unique, not its bytes
+    storage: StorageWeakRef  # keeps the storage's identity unique without keeping its bytes
     steps: list[int] = field(default_factory=list)  # the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
     is_parameter: bool = False  # whether it is the memory of a parameter, which its module keeps

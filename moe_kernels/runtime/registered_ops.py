@@ -37,13 +37,13 @@ class Call(NamedTuple):
     places: Places  # where the tensors are among the leaves
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]  # the leaves that are neither tensors nor None
-    form: Form | None  # to replay
+    form: Form | None  # the form to replay, if known
     is_unseen: bool  # whether the dispatcher would only call the function
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
-    """Return whether calls may be replayed: no tangents, profiler or function mode, which a form does not contain, sees
-    them."""
+    """Return whether calls may be replayed: no forward-mode AD, profiler or function mode is active. A form does not
+    contain these."""
     return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
 
 
@@ -87,7 +87,7 @@ class Op:
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no method
+        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # methods are not accepted
         _LIBRARY.impl(name, self._below, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._node = type(
@@ -144,7 +144,7 @@ class Op:
         return self._replayed.run((places.number, others), [*tensors], lambda _: self._function(*args))
 
     def schema_arguments(self, *args: Any) -> tuple[Any, ...]:
-        """Return the arguments of `overload` for those of the function."""
+        """Convert the function's arguments to the arguments of `overload`."""
         return self._signature.to_schema(self._signature.flatten(*args))
 
     def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -105,8 +105,8 @@ class Replayed:
         return form if form is not None and form.record is not None and not _sees_launches(device) else None
 
     def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-        """Return the function's result. It runs with the GPU of the first tensor as the current one, on which Triton
-        launches. The function may empty the list `tensors`. Ops that it calls are recorded as parts of it."""
+        """Return the function's result. The first tensor's GPU is made current, because Triton launches there. The
+        function may empty the list `tensors`. Ops that the function calls are recorded as parts of it."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -134,7 +134,7 @@ class Replayed:
             return function(tensors)
         recording = Recording(tensors)
         result = recording.run(function, tensors)
-        if recording.operands_overlap:  # operands of later calls may not overlap
+        if recording.operands_overlap:  # the operands of later calls might not overlap
             form.calls = 0
         else:
             form.keep(recording, result, self._frees_operands)

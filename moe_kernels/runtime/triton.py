@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort like `tl.sort`, which takes the interpreter tenths of a second: it runs each exchange as an op."""
+        """Sort like `tl.sort`. The interpreter runs each of its exchanges as an op, which takes tenths of a second."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 
@@ -72,8 +72,8 @@ slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7
 
 
 def cdiv(x: int, y: int) -> int:
-    """Return `triton.cdiv(x, y)` faster: Triton's takes microseconds on the host, because it also serves inside
-    kernels."""
+    """Return the value of `triton.cdiv(x, y)`. Triton's function takes microseconds on the host, because it also serves
+    inside kernels."""
     return -(-x // y)
 
 

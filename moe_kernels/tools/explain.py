@@ -60,8 +60,8 @@ _COPIES = {"up": "tokens_forward", "down_dgrad": "dout", "up_wgrad": "tokens_bac
 
 
 def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
-    """Return the GPU to select for, and whether it is in this machine. It need not be if `cc` or `gpu` is given, or if
-    the machine has none."""
+    """Return the GPU to select kernels for, and whether this machine can run them. The second value is False if `cc` or
+    `gpu` is given, or without a GPU or Triton."""
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device)), True
@@ -195,8 +195,8 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 
 def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Check that a small layer with `precision="fp8"`, forward and backward, differs by no more than e4m3 operands
-    explain.
+    """Check that a small layer with `precision="fp8"`, forward and backward, stays within the error of e4m3
+    operands.
 
     Raises:
         AssertionError: names the result that differs too much.

@@ -46,7 +46,7 @@ class Layer(NamedTuple):
     w_down: Tensor  # [E, D, F]
     activation: str
     precision: str | None
-    format: str | None  # to which `plan` quantises the weights
+    format: str | None  # the format to which `plan` quantises the weights, or None
 
     @property
     def num_rows(self) -> int:
@@ -63,7 +63,7 @@ class Layer(NamedTuple):
         return plan_experts(self.tokens, self.topk_experts, self.topk_weights, weights, **settings, **options)
 
     def forms(self) -> Iterator[tuple[str, Step]]:
-        """Yield name and step of each GEMM to measure. The activation's gradient is a pass of its own here.
+        """Yield name and step of each GEMM to measure. The activation's gradient is a separate pass here.
 
         Names are those of `Step`. "_gather" is added where rows are gathered and not copied, "_plain" to an "up"
         without activation.
@@ -89,7 +89,7 @@ def layer_of(
 
     Args:
         device: on "meta" the operands have only shapes and strides, which suffice to select kernels.
-        format: the format to which `plan` quantises the weights; None, the default: they stay as they are.
+        format: the format to which `plan` quantises the weights; None, the default, does not quantise them.
     """
     if str(device) == "meta":
         shapes = (

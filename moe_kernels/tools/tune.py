@@ -54,8 +54,8 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of CUDA graph replays. They contain no host time, like a function inside a longer
-    computation."""
+    """Return the median milliseconds of CUDA graph replays. Replays contain no host time, which a longer computation
+    would hide, too."""
     graphs = {name: captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -112,7 +112,7 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; if so, pins its kernel in this process
+    is_known: Callable[[Table], bool]  # whether the table has the entry; also pins a known kernel in this process
     measure: Callable[[], Table]  # a table of this entry alone; empty if no kernel supports the arguments
 
 
@@ -143,7 +143,7 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be the fastest. With many rows per group, pointer kernels are left out."""
+    """Return the kernels that may be fastest: with many rows per group, no pointer kernels if others exist."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -214,7 +214,7 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return the whole op and backward for every choice, per gather, between a copy and a gather inside the GEMM."""
+    """Return functions that run op and backward, one for each choice of copies. Without a copy, the GEMM gathers."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)

@@ -59,7 +59,7 @@ def minimax_m2(config: ModelConfig) -> RouterSpec:
 
 
 def step3(config: ModelConfig) -> RouterSpec:
-    """Read Step 3.5's router. Its block scales the sum over the experts, which is equivalent to scaling the weights."""
+    """Read Step 3.5's router. The block scales the experts' sum, which is equivalent to scaling the weights."""
     config.refuse_unless(moe_router_activation="sigmoid", norm_expert_weight=True, use_moe_router_bias=True)
     return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("moe_router_scaling_factor", default=1.0))
 
@@ -73,7 +73,7 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
     Raises:
-        ValueError: the layer is one of the first ones. A table by token id chooses their experts.
+        ValueError: a table chooses the layer's experts by token id ("hash_moe"), by default in the first layers.
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
     if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":

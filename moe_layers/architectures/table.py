@@ -55,8 +55,8 @@ def _clamped(config: ModelConfig) -> Activation:
 
 
 def _step_activation(limits: str) -> Callable[[ModelConfig], Activation]:
-    """Return a reader of Step 3.5's activation, whose limit differs by layer. It does not clamp without a limit or with
-    0."""
+    """Return a reader of Step 3.5's activation, whose limit differs by layer. A missing limit or 0 means no
+    clamping."""
 
     def read(config: ModelConfig) -> Activation:
         config.refuse_unless(hidden_act="silu")
@@ -88,8 +88,8 @@ class Architecture:
 
     Attributes:
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that must be in the file, because their defaults differ: the functions above treat a missing
-            field as neutral, but the configuration classes of transformers or of the model do not.
+        required: fields that must be in the file, because their defaults differ. The functions above treat a missing
+            field as neutral. The configuration classes of transformers or of the model do not.
     """
 
     router: Callable[[ModelConfig], RouterSpec]

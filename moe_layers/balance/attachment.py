@@ -38,7 +38,7 @@ def warn_without_scale(
     layer: Any,  # a MoEFeedForward or an AttachedRouter
     device_type: str,
 ) -> None:
-    """Warn once that the main loss may be scaled under float16 autocast. A layer cannot see its scale."""
+    """Warn once that the main loss may be scaled under float16 autocast. A layer cannot read the loss scale."""
     if not layer.training or layer.aux_loss_scale is not None or torch.compiler.is_compiling():
         return
     if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:

@@ -133,8 +133,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# A registered op, so that a checkpointed region can save its result. Recomputation then repeats no communication, and
-# the loss does not change with counts that were accumulated in between.
+# A registered op lets a checkpointed region save the result. Recomputation then repeats no communication, and the loss
+# does not change with counts that were accumulated in between.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -194,7 +194,7 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
 
 
 def _prepare_counts(router: Any, bias: Tensor) -> None:
-    """Move the counts to their bias. Raise ValueError if the bias cannot be updated."""
+    """Move the counts to the device of the bias. Raise ValueError if the bias cannot be updated."""
     if is_dtensor(bias) or bias.dtype.itemsize < 4:
         raise ValueError(
             "update_selection_bias: a selection bias must be a float32 or float64 tensor that every rank holds "

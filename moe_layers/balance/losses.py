@@ -30,9 +30,9 @@ from ..checks import check_choice
 from ..input import check_num_tokens, check_sequence_lengths
 from ..routing.result import LayerRouting, spread_slots
 
-# The experts whose slots `sequence_load_balancing_loss` counts.
+# Values of `count` in `sequence_load_balancing_loss`.
 COUNTS = ("scores", "choices")
-# A constant, because compilers with dynamic shapes cannot trace the checks of its constructor.
+# The spec is a constant, because compilers with dynamic shapes cannot trace the checks of its constructor.
 _SOFTMAX = RouterSpec.softmax(normalize=False)
 
 
@@ -187,7 +187,7 @@ def _switch(
 
 
 def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
-    """Return the experts whose slots count, or -1 in place of none."""
+    """Return the experts whose slots are counted. -1 means no expert."""
     check_choice(op, "count", count, COUNTS)
     chosen = routing.choices
     if count == "choices":

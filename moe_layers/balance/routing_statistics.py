@@ -1,4 +1,4 @@
-"""Statistics of a layer's routing over many forwards. They are summed on the device and read on request."""
+"""Statistics of a layer's routing over many forwards, summed on the device and read on request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RoutingStatistics(NamedTuple):
         dead_experts: experts that got no token; none before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
         margin: distance from the last chosen expert to the best other one, averaged over tokens.
-        smallest_margin: 0 means a tie. Except for rounding, only a replayed choice gives negative values.
+        smallest_margin: 0 means a tie. Rounding, Gumbel noise, a replay or an assignment can give negative values.
         max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: padding rows of each expert's last tile, with tiles of 128 rows.
@@ -62,7 +62,7 @@ class RoutingObserver:
     """Sums statistics over a layer's forwards. Only reading synchronises the host. Recomputations do not count.
 
     A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. A
-    margin is infinite if no expert remains or none was chosen. It means little with an assignment other than top-k.
+    margin is infinite if no expert remains or none was chosen. Margins mean little with an assignment.
     Violations count slots before capacities.
 
     Args:
@@ -116,7 +116,7 @@ class RoutingObserver:
             )
         if keys is None:
             router = self.router
-            assert isinstance(router, TopKRouter)  # others pass keys
+            assert isinstance(router, TopKRouter)  # attached routers pass keys
             keys = selection_keys(logits, router.spec, selection_bias=router.selection_bias)
         implementation, totals = self.router.implementation, (self._counts, self._sums)
         add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
@@ -156,7 +156,7 @@ class RoutingObserver:
         )
 
 
-# A registered op, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
+# A registered op lets compiled code check `is_in_backward` at each run instead of once during tracing.
 @torch.library.custom_op("moe_layers::add_forward", mutates_args=("counts", "sums"))
 def add_forward(
     counts: Tensor,

@@ -44,7 +44,7 @@ ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Ten
 class ExpertRows(NamedTuple):
     """The input of the experts: tokens, and the position of their slots among the rows.
 
-    A named tuple, because FSDP2 finds the tensors of a module's arguments in these.
+    It is a named tuple, because FSDP2 finds the tensors in arguments of this kind.
     """
 
     tokens: Tensor  # [T, D]
@@ -62,8 +62,8 @@ class GroupedExperts(nn.Module):
 
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
-            and `w_down.main_grad`, and does not change `grad`. The gradient's kernel adds: it sums products in float32
-            and rounds only the new sum, to float32. Hooks of these weights get no gradient, and
+            and `w_down.main_grad`, and does not change `grad`. The gradient's kernel does the addition: it
+            accumulates in float32 and rounds only the new sum. Hooks of these weights get no gradient, and
             `DistributedDataParallel` does not average `main_grad`: the caller does. Default False; may be changed at
             any time.
 
@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
         self.reserved_sms = 0  # see `fused_experts`
         self.adds_to_main_grad = False
         self.lora: nn.ModuleDict | None = None  # `ExpertLoRA` by name, from `add_lora`
-        self.unmerged: Unmerged | None = None  # what `unmerge_lora` restores
+        self.unmerged: Unmerged | None = None  # state that `unmerge_lora` restores
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
@@ -272,7 +272,7 @@ class GroupedExperts(nn.Module):
         return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
-        self.kept_forms.drop()  # they have the parameters' former device and dtype
+        self.kept_forms.drop()  # the kept forms have the parameters' former device and dtype
         return super()._apply(fn, recurse)
 
     def _weights(self) -> ExpertWeights:

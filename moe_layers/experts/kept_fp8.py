@@ -1,13 +1,13 @@
 """The experts' weights in e4m3, kept from forward to forward until the weights change.
 
 Changes are found in two ways. PyTorch's version counter registers changes by optimizers, `copy_` and `load_state_dict`.
-After such a change, or with a new parameter or storage, new forms are made. The GPU finds all other changes, such as by
-an optimizer of raw memory or `weight.data[0] = 0`. Each later forward reads the weights, compares a checksum of every
+After such a change, or with a new parameter or storage, new forms are made. The GPU finds all other changes, such as
+`weight.data[0] = 0` or raw writes of an optimizer. Each later forward reads the weights, compares a checksum of every
 block, and quantises the blocks that differ: see `moe_kernels.quantization.fp8_weights`.
 
-Forms are not kept if a change could be missed or memory would grow with the model. This holds in a CUDA graph, which
-replays without this code, while a graph is compiled, and if FSDP gathers the weights for each forward. In these cases
-the op quantises each weight right before its product.
+Forms are not kept if a change could be missed or memory would grow with the model. This concerns CUDA graphs, which
+replay without this code, compiled code, and FSDP, which gathers the weights for each forward. In these cases the op
+quantises each weight right before its product.
 """
 
 from __future__ import annotations

@@ -25,11 +25,11 @@ WEIGHTS = ("w_up", "w_down")
 
 
 def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
-    """Quantise the experts' weights of a layer, or of all layers of a model. They are frozen from then on.
+    """Quantise the experts' weights of a layer, or of all layers of a model, and freeze them.
 
-    Router, biases, shared experts and adapters do not change. The op computes in the dtype of the tokens, and forward
-    and backward have the bits of a layer with the dequantised weights. Only frozen weights can stay quantised, so train
-    adapters (`add_lora`) over them. Nothing changes if an error is raised.
+    Router, biases, shared experts and adapters do not change. The op computes in the dtype of the tokens. Forward and
+    backward are bitwise equal to those of a layer with the dequantised weights. Only frozen weights can stay quantised,
+    so train adapters (`add_lora`) over them. Nothing changes if an error is raised.
 
     Args:
         format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power of two per 32 numbers of a row), "nf4" (a

@@ -40,7 +40,7 @@ class QuantizedExperts(nn.Module):
         num_experts, *matrix = weight.shape
         self.format: WeightFormat = weight.format
         self.matrix_shape, self.dtype = tuple(matrix), dtype
-        # Whether every block and every nested block lies within one expert.
+        # True if every block and every nested block lies within one expert.
         self.is_divisible = True
         if weight.format.name == "nf4":
             block = weight.format.block[1]
@@ -93,7 +93,7 @@ class QuantizedExperts(nn.Module):
         """Return the dequantised weight in `dtype`. The experts' op computes with the same values."""
         if self.device.type != "cpu" or not self.is_divisible:
             return dequantize(self.weight(), self.dtype)
-        # The reference holds several tensors of the size of what it decodes, so it decodes one expert at a time.
+        # The reference holds several tensors of the decoded size, so it decodes one expert at a time.
         out = torch.empty(self.shape, dtype=self.dtype)
         for expert, matrix in enumerate(out.split(1)):
             of_expert = self.weight(lambda _, tensor, e=expert: tensor[e : e + 1])
@@ -129,5 +129,5 @@ def stored(weight: Any) -> Any:
 
 def replace_weight(experts: nn.Module, name: str, weight: nn.Parameter | QuantizedExperts) -> None:
     """Replace a weight of the experts by a weight of another kind: plain or quantised."""
-    delattr(experts, name)  # first, because parameters and modules are stored separately
+    delattr(experts, name)  # deleted first, because nn.Module stores parameters and modules separately
     setattr(experts, name, weight)

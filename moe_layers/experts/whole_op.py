@@ -2,12 +2,12 @@
 
 One op is one autograd node with one list of launches. Its backward sums the rows of the gradient through the experts
 and adds the gradient through the routing weights in the same launch. The op is equivalent only if the experts alone
-read the router's output, unchanged. Therefore the parts run one by one if an auxiliary loss, an observer, a hook on the
-router or the experts, a mode, or the caller reads the routing. A hook that is added or removed between a checkpointed
-forward and its recomputation changes what is saved, which PyTorch reports as an error.
+read the router's output, unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a hook on
+router or experts, or a dispatch mode reads the routing. A hook that is added or removed between a checkpointed forward
+and its recomputation changes the saved tensors, which PyTorch reports as an error.
 
-These checks run in every call. They read modules from the dictionary of modules, because an attribute that is a module
-costs a call of `nn.Module.__getattr__`. They read parameters as attributes, because FSDP may replace them.
+The checks run in every call. Modules are read from the dictionary of modules, because an attribute that is a module
+costs a call of `nn.Module.__getattr__`. Parameters are read as attributes, because FSDP may replace them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        # A mode sees each op. Compiled code runs without modes and cannot check for them.
+        # A dispatch mode must see each op. Compiled code runs without modes and cannot check for them.
         and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
         and is_called_as_written(router)
         and is_called_as_written(experts)

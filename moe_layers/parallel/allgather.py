@@ -35,9 +35,9 @@ class AllGatherDispatcher(RankDispatcher):
     All shapes depend only on T, not on the routing. The dispatcher sends P - 1 times the tokens. This is no more than
     an all-to-all sends if P is at most top_k. All ranks must have equally many tokens.
 
-    `max_rows_factor` limits the rows computed on a rank to that multiple of its own slots. These are T * K or, with a
-    capacity or a list of pairs, fewer. Without it, the rows are counted, and the host waits for the count while the
-    tokens are in flight.
+    `max_rows_factor` limits the rows computed on a rank to that multiple of its own slots. A rank has T * K slots or,
+    with a capacity or a list of pairs, fewer. Without a limit the rows are counted, and the host waits for the count
+    while the tokens are in flight.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
@@ -75,7 +75,7 @@ class AllGatherDispatcher(RankDispatcher):
             bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
-            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots of [chunks, E]
+            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # numbers of slots, [chunks * E]
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
         message = f"{self.name}: to gather tokens, all ranks must have equally many tokens and slots, "
@@ -94,7 +94,7 @@ class AllGatherDispatcher(RankDispatcher):
 
     def _check_bounds(
         self,
-        numbers: Tensor,  # [P, chunks + chunks * E]: each rank's limits and slots of each expert
+        numbers: Tensor,  # [P, chunks + chunks * E]: limits by chunk, then slots by expert
         own: list[int],
     ) -> None:
         """Raise ValueError on all ranks if one rank has more rows than its limit."""
@@ -160,7 +160,7 @@ def local_permutations(
     implementation: str | None,
 ) -> list[Permutation]:
     """Return the permutation of each chunk's slots for local experts. Without limits the host synchronises once, after
-    all sorts are launched. It does not wait for tokens, which are in flight while later kernels are launched."""
+    all sorts are launched. The host does not wait for tokens, which are in flight while later kernels are launched."""
     sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
     if bounds is not None:
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]

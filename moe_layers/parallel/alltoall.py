@@ -45,8 +45,8 @@ class AllToAllDispatcher(RankDispatcher):
     Ranks may have any numbers of tokens. The rank of the expert applies the weight, so backward needs no returned
     outputs.
 
-    With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included, and all
-    ranks must have equally many tokens. Without it, a rank sends exactly its slots, with one host synchronisation.
+    With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included. All ranks
+    must then have equally many tokens. Without it, a rank sends exactly its slots, with one host synchronisation.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:

@@ -21,7 +21,7 @@ from moe_kernels.runtime.pytorch import assert_on_device
 from ..routing.activation_checkpointing import routing_ops
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # importing it takes as long as half of PyTorch
+    from torch.distributed.tensor import DTensor  # importing it takes half as long as importing PyTorch
 
 _OPS = torch.ops._c10d_functional
 
@@ -171,9 +171,9 @@ def check_on_device(condition: Tensor, message: str) -> None:
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return `save_routing` for regions with `ExpertParallel` layers that also keeps what the layers received.
+    """Return the contexts of `save_routing`, which here also keep the data that `ExpertParallel` layers received.
 
     The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
-    `save_routing` alone it sends everything again, with the same choice and therefore the same sizes.
+    `save_routing` alone the recomputation sends everything again, with the same choice and therefore the same sizes.
     """
     return create_selective_checkpoint_contexts([*routing_ops(), *COLLECTIVES])

@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks of a mesh share the experts of a layer.
 
-Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated, and
-are averaged like the rest of the model, for instance by FSDP2:
+Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated. Their
+gradients are averaged like those of the rest of the model, for instance by FSDP2:
 
     mesh = init_device_mesh("cuda", (num_processes // 8, 8), mesh_dim_names=("efsdp", "ep"))
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
@@ -47,11 +47,11 @@ class ExpertParallel(ParallelStyle):
     without communication. A layer that already holds exactly this share, by `keep_local_experts`, keeps its experts.
     Parameters that two layers share become two parameters. Adapters are sharded like their experts. Factors that all
     experts share are replicated, and backward sums their gradients over the ranks. `reset_parameters` afterwards draws
-    the router from each rank's own random state, so seed all ranks equally. It draws different experts on each rank on
-    GPUs, but the same on all ranks on CPUs, as PyTorch then warns.
+    the router from each rank's own random state, so seed all ranks equally. Experts drawn on GPUs differ between ranks.
+    On CPUs all ranks draw the same experts, and PyTorch warns.
 
     The layer synchronises the host only in the cases stated below. All ranks of the mesh must call the layer equally
-    often, in forward and backward, and tokens, routing weights and experts must need gradients on all ranks or on none.
+    often, in forward and backward. Tokens, routing weights and experts must need gradients on all ranks or on none.
     Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False` for float32 routing weights.
 
     Args:
@@ -63,10 +63,10 @@ class ExpertParallel(ParallelStyle):
         average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
             Buffers have that size; more rows are an error. If all ranks have equally many tokens, sequences and pairs,
-            P itself never causes this error. With "alltoall" this is required, and each rank sends each other rank at
-            most that multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has room for all
-            slots that it leaves, because they may lie in one chunk. There is then no host synchronisation, and CUDA
-            graphs can capture the layer. Default: no limit.
+            a factor of P never causes this error. "alltoall" requires these equal numbers. There, each rank sends each
+            other rank at most that multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has
+            room for all kept slots, because they may lie in one chunk. With a limit there is no host synchronisation,
+            and CUDA graphs can capture the layer. Default: no limit.
         chunks: parts of the tokens; one is sent while another is computed. With more chunks the weights are read more
             often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and its first
             chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
@@ -232,7 +232,7 @@ def _check_held(op: str, module: Any, share: range) -> None:
 def local_share(name: str, parameter: Tensor) -> Tensor:
     """Return this rank's part of a sharded parameter. A parameter that all experts share is returned whole.
 
-    FSDP2 gathers the experts before their forward and leaves a DTensor. Raise ValueError for a plain tensor.
+    FSDP2 gathers only its own axis, so the parameter stays a DTensor. Raise ValueError for a plain tensor.
     """
     if not isinstance(parameter, DTensor):
         raise ValueError(

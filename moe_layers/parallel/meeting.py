@@ -19,7 +19,7 @@ from ..checks import first_three
 SECONDS = 15.0  # stores notice the limit late, and an error should take at most 20 seconds
 _turns: Counter[str] = Counter()  # number of past meetings, including those that ranks left, by op and ranks
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
-_KNOWN = "_moe_layers_known"  # attribute of an error that all ranks know: the op
+_KNOWN = "_moe_layers_known"  # attribute of errors that all ranks know; its value is the op
 
 
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
@@ -45,7 +45,7 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
                 f"rank {first_three([ranks[index] for index in missing])}; let slower ranks catch up by "
                 "torch.distributed.barrier() before it"
             )
-        # This rank came too late. The other ranks left, and will meet again in their next call.
+        # This rank was too late. The other ranks have left, and will meet again in their next call.
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
@@ -69,7 +69,7 @@ def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
     """Meet after the body. If the body raises on a rank, that rank raises its own error at once, and all others raise
     ValueError.
 
-    All ranks already know an error of a meeting of the same op inside the body. It is raised unchanged.
+    All ranks already know an error of a meeting of the same op inside the body. Such an error is raised unchanged.
     """
     try:
         yield

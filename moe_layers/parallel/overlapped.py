@@ -28,7 +28,7 @@ from .collectives import Ranks, wait
 from .rank_dispatcher import ExpertsOfRank, split
 from .symmetric_memory import Scattering, Transport, transport_for
 
-_MOST_PIECES = 4  # column slices
+_MOST_PIECES = 4  # largest number of column slices
 _TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
 
 
@@ -49,7 +49,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
-        check_overlaps(experts)  # checked again, because the experts may have changed since
+        check_overlaps(experts)  # checked again, because the experts may have changed since they were sharded
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
@@ -86,7 +86,7 @@ def check_overlaps(experts: ExpertsOfRank) -> None:
 
 
 class _Plan:
-    """The rows of one call, and how these experts compute them."""
+    """Transfers the rows of one call in chunks, and computes them with this rank's experts."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _Plan:
         self.reserved_sms = experts.reserved_sms
         self._topk_experts = topk_experts
         self._bounds = bounds
-        # Chunks and columns of the outputs in flight.
+        # Each entry is (chunk, columns, transfer) of an output in flight.
         self.scatterings: list[tuple[int, slice, Scattering]] = []
 
     def __call__(
@@ -206,7 +206,7 @@ class _Overlapped(torch.autograd.Function):
         weights, saved, num_parts, transport = saved[:8], saved[8:], len(plan.lengths), plan.transport
         of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
         topk_weights, preactivations, choices, *integers = of_parts
-        ctx.maybe_clear_saved_tensors()  # autograd's references go, so dropping a tensor here frees it
+        ctx.maybe_clear_saved_tensors()  # drops autograd's references, so a `del` here frees memory
         del saved
         parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad

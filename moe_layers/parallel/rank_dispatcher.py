@@ -54,9 +54,9 @@ class RankDispatcher(ABC):
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. Default None sends and computes exactly the rows that there are.
         chunks: parts of the tokens; one is sent while another is computed.
-        gradient_scale: scale of the gradients of the experts' parameters. The data sent in backward is multiplied by
-            it, because it is smaller than these gradients. The gradients of tokens and weights are divided by the
-            scale, which is exact for powers of two.
+        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the data that it sends by
+            the scale, because that data is smaller than these gradients. The gradients of tokens and weights are
+            divided by the scale, which is exact for powers of two.
         name: name of the layer in errors.
     """
 
@@ -134,7 +134,7 @@ def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> in
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
-    if torch.is_autocast_enabled(device_type):  # converted as the experts would do
+    if torch.is_autocast_enabled(device_type):  # converts tokens as the experts would
         tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]

@@ -57,7 +57,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum the ranks' [P * n, ...]; this rank keeps [n, ...]. A gather must come first after `begin`."""
+        """Start to sum the ranks' [P * n, ...]; this rank keeps [n, ...]. Requires a gather since `begin`."""
 
 
 class CollectiveTransport(Transport):
@@ -82,14 +82,14 @@ class PeerCopies(Transport):
     each share to the rank that sums it. Sums are float32.
 
     The copies run on a separate stream. Each gather starts and each operation ends with a barrier. So no rank reads
-    unwritten memory, or overwrites memory that is still read since the last `begin`. Calls take turns in using the
-    memory: a call on another stream waits for the previous call's stream. The user must order replays of CUDA graphs
-    on another stream than the surrounding calls.
+    unwritten memory, or overwrites memory that another rank still reads. Calls take turns in using the memory: a call
+    on another stream waits for the previous call's stream. If CUDA graphs are replayed on another stream than the
+    surrounding calls, the user must order the replays.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A rank that does not reach a barrier
-            within the group's timeout makes the other ranks fail on the GPU. Also raised if a reduction is still in
-            flight at the next `begin`, which reuses its memory.
+            within the group's timeout makes the other ranks fail on the GPU. Also raised by a
+            reduction's `wait` after the next `begin`, which reuses the memory.
 
     An error on one rank alone, between the barriers of a call, leaves the ranks out of step, as with any collective.
     The group can then no longer be used.
@@ -127,7 +127,7 @@ class PeerCopies(Transport):
             if self._memory is not None:
                 self._outgrown.append(self._memory)
             self._memory, self._handle = memory, handle
-            # Every step uses the same sizes.
+            # Views are cached, because every step uses the same sizes.
             self._views = lru_cache(_MOST_VIEWS)(partial(_views_of, handle, self.size))
         self._used_bytes = 0
         self.num_begun += 1

@@ -11,21 +11,21 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 
 from moe_kernels.runtime.pytorch import is_in_backward
 
-# FSDP2 labels its work for profilers. A recomputation may do more of it than the forward did, for instance with a
-# shared expert behind experts in a group of their own. Selective checkpointing refuses further ops, labels included.
+# FSDP2 labels its work for profilers. A recomputation may have more labels than the forward, for instance if experts
+# are a separate FSDP2 group before a shared expert. Selective checkpointing refuses further ops, labels included.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the `context_fn` of a checkpointed region, so that recomputation reuses the forward's experts.
+    """Return the contexts of a checkpointed region whose recomputation reuses the forward's experts.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_routing)
 
     A recomputed logit may differ in its last bit, for instance if another kernel runs. A token near a tie would then
     change its expert, and its gradient would go to experts that it never passed. The region therefore keeps the results
-    of the routing ops from forward to backward: [T, K] experts and weights, and [T, E] logits. It also keeps the counts
-    of a global batch. It recomputes everything else. Several regions in flight keep separate results.
+    of the routing ops from forward to backward: [T, K] experts and weights, and [T, E] logits. Counts of a global batch
+    are also kept. Everything else is recomputed. Several regions in flight keep separate results.
     """
     return create_selective_checkpoint_contexts(routing_ops())
 
@@ -43,7 +43,7 @@ def routing_ops() -> list[Any]:
     ]
 
 
-# A registered op, so that compiled code checks `is_in_backward` at each run instead of once while it is traced.
+# A registered op lets compiled code check `is_in_backward` at each run instead of once during tracing.
 @torch.library.custom_op("moe_layers::add_once", mutates_args=("total",))
 def add_once(total: Tensor, amount: Tensor) -> None:
     """Compute `total += amount`, except in a recomputation."""

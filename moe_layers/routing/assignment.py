@@ -12,8 +12,8 @@ scores to weights with its gradients. A slot without an expert is -1 and has wei
 
 If the choice depends on all tokens of a call, a token's result depends on how a batch is split into calls and on the
 other sequences. A sampler that processes one token at a time then gets other results. Set `layer.router.assignment =
-None` to return the choice to the router. Padding is never chosen. It does not affect the other tokens, except that
-`ExpertChoice` counts it in the number of tokens.
+None` to return the choice to the router. Padding is never chosen and does not affect other tokens, except that
+`ExpertChoice` counts padding in the number of tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Return the routing decided from the logits of `routed`. Its own choice has `top_k` experts. No host
+        """Return the routing decided from the logits of `routed`. The choice in `routed` has `top_k` experts. No host
         synchronisation.
 
         Ids lie in [0, E), or are -1. Only ids on the CPU are checked.

@@ -56,7 +56,7 @@ def slots_of_pairs(
     ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
     pair = torch.arange(tokens.shape[0], device=tokens.device)
     rank = pair - torch.searchsorted(ordered, ordered)
-    # Ignored pairs get separate positions after the slots, which are cut off.
+    # Ignored pairs get separate positions after the slots. These positions are cut off.
     num_slots = num_tokens * max_experts_per_token
     has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
     slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]

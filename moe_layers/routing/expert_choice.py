@@ -61,8 +61,8 @@ class ExpertChoice(_AcrossTokens):
     """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call that score it highest.
 
     Balance is perfect. A token gets all experts that take it, possibly none. A token without experts passes only
-    through the residual connection. T includes padding, which no expert takes. Tokens compete by the router's scores (a
-    softmax over the experts, or a sigmoid); the first token wins ties, and NaN counts as the highest score. A selection
+    through the residual connection. T includes padding, which no expert takes. Tokens compete by the router's scores,
+    such as a softmax over the experts. The first token wins ties, and NaN counts as the highest score. A selection
     bias is ignored, because it would not change an expert's order of tokens. Weights follow the router's rule over the
     experts that took the token. For the paper's weights, the plain scores, set `normalize=False`.
 
@@ -104,8 +104,8 @@ class TokenRounding(_AcrossTokens):
 
     An expert with too many tokens drops those that score it lowest, the last on ties. An expert with too few takes the
     tokens that score it highest among those that did not choose it. A token may therefore get fewer experts than top_k,
-    possibly none, or more. Weights follow the router's rule over the experts that it gets. With fewer tokens than the
-    multiple, no expert may get any. Use it only for training, with many more tokens.
+    possibly none, or more. Weights follow the router's rule over the experts that the token gets. With fewer tokens
+    than the multiple, no expert gets any. Use this assignment only for training, with many more tokens.
 
     Experts have at most T * top_k rows plus those that rounding adds. The routing is [T, E], and its weights are saved.
 
@@ -113,7 +113,7 @@ class TokenRounding(_AcrossTokens):
 
     Args:
         multiple: the height of a tile; 128 by default.
-        rounding: "nearest" (default; half rounds up), "down" (only drops) or "up" (only adds, while tokens last).
+        rounding: "nearest" (default; half rounds up), "down" (only drops) or "up" (only adds, if tokens suffice).
 
     Raises:
         ValueError: `multiple` is not a positive integer, or `rounding` is unknown.
@@ -139,7 +139,7 @@ class TokenRounding(_AcrossTokens):
         # No gather by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
-        num_chosen = is_chosen.cumsum(1)  # [E, T] running count, in order
+        num_chosen = is_chosen.cumsum(1)  # [E, T] running count by score
         counts = num_chosen[:, -1:]
         # Chosen tokens precede the others, both by falling score.
         rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)

@@ -74,7 +74,7 @@ class RoutingReplay:
 
         Args:
             rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. The
-                layers are those with experts, or all layers, of which those without experts are ignored.
+                layers are those with experts, or all layers. Layers without experts are then ignored.
             attention_mask: for a batch that is padded on any side. Zero marks padding.
             lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
@@ -165,7 +165,7 @@ class RoutingReplay:
 
 
 class _Replay:
-    """The choices of one router, of which each forward gets the next."""
+    """The choices of one router. Each forward gets the next choice."""
 
     def __init__(self, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]):
         self.name, self.router = name, router
@@ -189,7 +189,7 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (num_tokens, num_slots)
-        if choice.shape != expected and num_slots is not None:  # with None the router raises the error
+        if choice.shape != expected and num_slots is not None:  # if num_slots is None, the router raises the error
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
                 f"got {list(choice.shape)}"
@@ -203,7 +203,7 @@ class _Replay:
 
 
 def _prepare(replays: list[_Replay]) -> None:
-    """Move the choices to the routers' devices in the form that they read, by a few ops for all layers."""
+    """Move the choices to the routers' devices and convert them, with a few ops for all layers."""
     alike: dict[Any, list[tuple[_Replay, int]]] = defaultdict(list)
     for replay in replays:
         router, is_attached = replay.router, not isinstance(replay.router, TopKRouter)

@@ -81,7 +81,7 @@ class TopKRouter(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self._spec = spec
-        # Whether one op computes the routing: nothing precedes its linear map or follows its weights.
+        # True if one op computes the routing: nothing precedes its linear map or follows its weights.
         self.is_linear_op = is_one_op(spec) and spec.input_norm_epsilon is None and not spec.per_expert_scale
         self._is_softmax = spec.is_softmax_of_logits and not spec.logit_bias
         self._score_settings = score_settings(spec)
@@ -259,7 +259,7 @@ class TopKRouter(nn.Module):
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        # With `assign=True`, tensors that the state dict lacks stay on meta, and others get its dtypes.
+        # With `assign=True`, tensors that the state dict lacks stay on meta. Others get the state dict's dtypes.
         if self.expert_counts.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
         if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:

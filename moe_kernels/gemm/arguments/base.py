@@ -26,7 +26,7 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return the dtype, which axes are contiguous, whether the tensor has the copy engine's 16-byte alignment, and
-    whether all rows longer than a cache line start at the start of a cache line."""
+    whether rows longer than a cache line lie whole cache lines apart."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -50,7 +50,7 @@ def sized_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_
 
 
 def index_form(index: Tensor | None) -> bool | None:
-    """Return None if there is no index, else whether kernels can read the index."""
+    """Return None if there is no index, else whether the index is contiguous, as kernels need."""
     return None if index is None else index.is_contiguous()
 
 

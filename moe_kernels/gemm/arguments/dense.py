@@ -14,7 +14,7 @@ from .base import Arguments, epilogue_key, is_one_behind_another, sized_key
 
 @dataclass(eq=False)
 class GemmArguments(Arguments):
-    """out = epilogue(A @ B), dense, or for each of a batch of L matrices.
+    """out = epilogue(A @ B), for one product or for each product of a batch of L.
 
     Shapes: A [M, K] or [L, M, K], B [K, N] or [L, K, N], out [M, N] or [L, M, N].
     """

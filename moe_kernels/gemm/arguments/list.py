@@ -13,9 +13,9 @@ from torch import Tensor
 from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
-# Fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; then 1 for A stored by
-# columns, plus 2 for B; the first tile and the end tile. The number is even, so that the tile list after the rows is
-# aligned to 16 bytes.
+# Fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; the sum of 1 if A and 2 if B
+# is stored by columns; the first tile and the end tile. The number of fields is even, so that the tile list after the
+# rows is aligned to 16 bytes.
 NUM_FIELDS = 12
 
 
@@ -60,7 +60,7 @@ class Survey(NamedTuple):
     num_filled: int
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
-    whole: bool  # the contiguous axes are multiples of 16 bytes, too
+    whole: bool  # all contiguous axes are multiples of 16 bytes long
     separate: bool  # no row of an operand overlaps the next
     largest: tuple[int, int, int]  # M, N, K
     depths: frozenset[int]
@@ -122,8 +122,8 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """Return the operands of the first problem with a nonempty output. The other problems differ only in their
-        sizes."""
+        """Return the operands of the first problem with a nonempty output. Valid problems share dtypes and
+        device."""
         lists = self.A_list, self.B_list, self.out_list
         # Lists of different lengths are reported as an error later, so they must not crash here.
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())

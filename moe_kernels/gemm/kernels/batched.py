@@ -1,6 +1,6 @@
 """Batched GEMM computed by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
 
-The rows are those of the flattened A and out. The host knows the sizes from which their tile table is made. If B has no
+The rows are the flattened rows of A and out. The tile table is made from sizes that the host knows. If B has no
 batch axis, all rows form one group.
 """
 

@@ -20,7 +20,7 @@ from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
-_BOUNDS_BLOCK = 128  # tile height of a table of which only the bounds are used
+_BOUNDS_BLOCK = 128  # tile height of a table whose tiles are not used
 
 
 class RowTileKernel(Kernel):
@@ -96,8 +96,8 @@ class GroupedGemmKernel(RowTileKernel):
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """Return the error of `preactivation`, or None. It must be stored as `out`, and its up half must be aligned
-        like a separate matrix."""
+        """Return the error of `preactivation`, or None. The requirements on `out` apply, and the up half must be
+        aligned like a separate matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None
@@ -134,7 +134,7 @@ class WgradKernel(Kernel):
     """Kernels that compute `WgradArguments`."""
 
     arguments_class = WgradArguments
-    accumulates: ClassVar[bool] = False  # whether it can add to out
+    accumulates: ClassVar[bool] = False  # whether the kernels can add to out
 
     def supports_design(self, args: WgradArguments) -> Status:
         if args.accumulate and not self.accumulates:
@@ -189,8 +189,8 @@ def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """Return the number of SMs that are not reserved, one program for each. Without a GPU, return a few, so that each
-    computes several tiles."""
+    """Return the number of unreserved SMs, for one program each. Without a GPU assume 132 SMs, as an H100 has. In the
+    interpreter assume 3, so that each program computes several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 

@@ -162,7 +162,7 @@ def _grouped_gemm_kernel(
 
 
 class PointerGroupedGemm(GroupedGemmKernel):
-    """`GroupedGemmArguments` without an epilogue, one program per tile."""
+    """Takes `GroupedGemmArguments` without an epilogue. One program computes one tile."""
 
     def launch(self, args: GroupedGemmArguments) -> Launch | None:
         num_columns = args.out.shape[1]
@@ -231,8 +231,8 @@ def plain_forward(metadata: KernelMetadata) -> Any:
 
 
 def out_operand(dtype: torch.dtype) -> Operand:
-    """Return the requirements on results for operands of this dtype: that dtype or float32. Float8 results would need a
-    scale."""
+    """Return the requirements on results for operands of this dtype: the same dtype or float32. Float8 operands have
+    16-bit or float32 results, because float8 results would need a scale."""
     if dtype == FLOAT8:
         return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
     return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))

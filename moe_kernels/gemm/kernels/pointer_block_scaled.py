@@ -108,7 +108,7 @@ class BlockScaledKernel(RowTileKernel):
 
 
 class PointerBlockScaledGemm(BlockScaledKernel):
-    """One program per tile."""
+    """One program computes one tile."""
 
     def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
         if not args.out.numel():

@@ -22,11 +22,11 @@ from .families import kernel_name
 from .float32_products import add_product, dot_precision, zero_total
 from .pointer import multiply_tile, with_strides
 
-# Average number of rows per expert from which weights are dequantised. By calculation, writing and reading a weight
-# once takes 0.4 of the GEMM's time at this number, and less with more rows.
+# From this average number of rows per expert on, weights are dequantised. By calculation, writing and reading a
+# copy takes 0.4 of the GEMM's time with 512 rows, less with more.
 MAX_ROWS = 512
 
-# Multiplications that take a tile as long as decoding one value: about 6 instructions of 128 lanes.
+# Cost of decoding one value, in multiplications of a tile: about 6 instructions of 128 lanes.
 _DECODING = 40
 _CACHE_LINE = 128  # values of 8 bits
 
@@ -53,7 +53,7 @@ def _decoding_gemm_kernel(
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
-    OUT: tl.constexpr,  # rows of the stored matrices
+    OUT: tl.constexpr,  # rows of each stored matrix
     IN: tl.constexpr,
     FORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -64,7 +64,7 @@ def _decoding_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of the rows of one tile of the table, BLOCK_M rows after another.
+    """One program writes BLOCK_N columns of the rows of one tile of the table, BLOCK_M rows at a time.
     Grid: (capacity * cdiv(N, BLOCK_N),)."""
     N: tl.constexpr = OUT if TRANSPOSED else IN
     K: tl.constexpr = IN if TRANSPOSED else OUT
@@ -145,7 +145,7 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """`DecodingGemmArguments` of any format, gathered or not; one program per tile of the table and of columns."""
+    """Takes `DecodingGemmArguments` of any format, gathered or not. Each row tile and column tile has one program."""
 
     arguments_class = DecodingGemmArguments
 

@@ -1,4 +1,4 @@
-"""Independent products through pointers: any size, either layout, any leading dimension, any CUDA GPU."""
+"""Independent products through pointers: any size, layout and leading dimension, any GPU of capability 8.0 or later."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _wgrad_kernel(
 
 
 class PointerWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`, or added to it, one program per tile of out."""
+    """`out[g] = A[start:end].T @ dout[start:end]`, or adds the product to `out[g]`; one program per tile of out."""
 
     accumulates = True
 
@@ -114,7 +114,7 @@ class PointerWgrad(WgradKernel):
 
 _HALF = [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)]
 _TILES = {
-    torch.bfloat16: [*_HALF, ((16, 128, 64), 4, 4)],  # the last one is for adapters
+    torch.bfloat16: [*_HALF, ((16, 128, 64), 4, 4)],  # the last tile suits adapters
     torch.float16: _HALF,
     torch.float32: [((64, 64, 16), 4, 2)],
 }

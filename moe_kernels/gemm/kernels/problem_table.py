@@ -64,14 +64,14 @@ def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: i
 
 @dataclass(frozen=True)
 class PointerArrayDesign(PointerDesign):
-    """Addresses from a table. Each SM runs `programs_per_sm` programs, or fewer if there are fewer tiles."""
+    """Reads addresses from a table. Each SM runs `programs_per_sm` programs, or fewer if there are fewer tiles."""
 
     programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
 class TmaArrayDesign(TmaDesign):
-    """Descriptors made on the device from a table, once per program and problem."""
+    """Makes descriptors on the device from a table, once per program and problem."""
 
     programs_per_sm: int = 1
 
@@ -83,7 +83,7 @@ class GroupedGemmListKernel(Kernel):
 
     def __init__(self, metadata: KernelMetadata, compiled_as: Kernel | None = None):
         super().__init__(metadata)
-        # The kernel whose compiled code this kernel runs, if the two differ only in the number of programs.
+        # Kernels that differ only in the number of programs share the first kernel's compiled code.
         self.compiled_as = compiled_as or self
 
     def supports_design(self, args: GroupedGemmListArguments) -> Status:
@@ -120,7 +120,7 @@ class GroupedGemmListKernel(Kernel):
         return dataclasses.replace(args, table=self.table(args, memory, write=write))
 
     def num_programs(self, args: GroupedGemmListArguments) -> int:
-        """Return one program per tile, up to the design's number of programs per SM."""
+        """Return the number of programs: one per tile, at most `programs_per_sm` for each SM."""
         num_tiles = args.survey.num_tiles(*self.metadata.design.tile_shape[:2])
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 

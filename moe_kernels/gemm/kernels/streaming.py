@@ -1,4 +1,4 @@
-"""Grouped GEMM for few rows per group, bound by the time to read the weights. Any CUDA GPU.
+"""Grouped GEMM for few rows per group, bound by the time to read the weights. Any CUDA GPU of capability 8.0 or later.
 
 Tiles of 16 rows and few columns give many programs, and several of them share an SM, so that many bytes of the weights
 are in flight. Each step of the reduction reads long pieces of the weight's rows.
@@ -31,7 +31,7 @@ def _multiply(
     a_ptrs,  # [BLOCK_M, BLOCK_K] of the first step
     row_mask,  # [BLOCK_M]
     b_ptrs,  # [BLOCK_K, BLOCK]
-    up_offset,  # from the gate half of B to the up half
+    up_offset,  # distance from the gate half of B to the up half
     column_mask,  # [BLOCK]
     depth,  # K, or 0 to return zeros
     GATED: tl.constexpr,
@@ -86,8 +86,8 @@ def _streaming_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of the product for the rows of one tile of the table, BLOCK_M rows after
-    another. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
+    """One program writes BLOCK_N columns of the product for the rows of one tile of the table, BLOCK_M rows at a
+    time. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
     GATED: tl.constexpr = FORWARD is not None
     BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of out in a tile
     columns = N // 2 if GATED else N  # columns of out
@@ -143,7 +143,7 @@ def _streaming_kernel(
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
-    """Rows of A contiguous or gathered, B stored as [G, N, K]. The epilogue is none or a gated activation."""
+    """Takes contiguous or gathered rows of A, and B stored as [G, N, K]. The epilogue is none or a gated activation."""
 
     @property
     def epilogues(self) -> tuple[str, ...]:

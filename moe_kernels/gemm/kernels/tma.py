@@ -226,8 +226,8 @@ def _kernel(
 # Measured on Hopper: one pipeline over all tiles pays only without a gather, and smaller tiles were never the fastest.
 _FLAT = _design((128, 256, 64), 8, 4, flatten=True)
 _GATHER = _design((128, 256, 64), 8, 4, gather=True)
-# Not measured on Blackwell: the pipeline over all tiles and a bias fit into shared memory with three stages, and
-# activations spill.
+# Blackwell was not measured. With three stages, the pipeline over all tiles and a bias fit into shared memory.
+# Activations spill.
 _FLAT_BLACKWELL = _design((128, 256, 64), 8, 3, flatten=True)
 _PLAIN, _FUSED = (("column", None), ("row", None)), (("column", "swiglu"),)
 

@@ -14,7 +14,7 @@ from .ragged import load_ragged, ragged_descriptor
 
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
-    """Load [rows, columns] of the tokens that the rows have, with zeros from row `end` on."""
+    """Load these columns of the rows' tokens, with zeros from row `end` on."""
     # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8

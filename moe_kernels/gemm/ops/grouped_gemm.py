@@ -51,8 +51,8 @@ def grouped_gemm(
 
     A routing weight passed as `row_scale` also scales the bias, as in the weighted sum of the experts' outputs.
     Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
-    Accumulates in float32. Of float8 operands, tensor cores sum 128 products at a time with about 14 bits, and these
-    sums are accumulated. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    Accumulates in float32. Tensor cores sum 128 float8 products at a time with about 14 bits, and these sums are
+    accumulated. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
     `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past `offsets[-1]` are zeros in the result and are
     never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
 
@@ -82,7 +82,7 @@ def grouped_gemm(
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
             not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
             operands.
-        NotImplementedError: the kernels for float8 need a GPU of compute capability 8.9; the reference upcasts.
+        NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9; the reference upcasts.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
     check_values("grouped_gemm", "offsets", offsets, a.shape[0])
@@ -173,7 +173,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # a table for the same kernel
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # one table for GEMM and pass
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
@@ -278,8 +278,8 @@ def _gated_gemm_backward(ctx, dout, _):
         return (None,) * 9
     *inputs, preactivation = ctx.saved_tensors
     if inputs[4] is not None:
-        # The gradient of a row's scale is a sum over the columns, so the product stays float32: its rounding errors
-        # would add up.
+        # The gradient of a row's scale is a sum over the columns, in which rounding errors add up. The gradient of the
+        # product therefore stays float32.
         preactivation, dout = preactivation.float(), dout.float()
     kind = as_activation("grouped_gemm", ctx.activation)
     settings = kind.name, kind.limit, kind.alpha, kind.interleaved

@@ -37,13 +37,13 @@ def grouped_gemm_list(
     """Multiply G pairs of matrices of different sizes in one launch.
 
     Operands are stored by rows or by columns, with any leading dimension; an operand without a contiguous axis is
-    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Of float8 operands, tensor
-    cores sum the products of one step of the reduction with about 14 bits, and these sums are accumulated. Float32
+    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Tensor cores sum the
+    float8 products of one step of the reduction with about 14 bits, and these sums are accumulated. Float32
     operands use TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision =
     "tf32"`. Deterministic.
 
-    Differentiable in every matrix, unless they are float8. Upstream gradients are rounded to the operands' dtype first.
-    The gradients of each list are one launch. A gradient is stored by rows or by columns, like its matrix.
+    Differentiable in every matrix that is not float8. Upstream gradients are rounded to the operands' dtype first.
+    The gradients of each list take one launch. A gradient is stored by rows or by columns, like its matrix.
 
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
     no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.

@@ -1,7 +1,7 @@
 """The references of the grouped products as registered ops, for tracers.
 
 The references cut rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
-data. They see these ops, whose shapes are known. The backward of each op calls both ops.
+data. They see these ops, whose shapes are known. The backward of each op calls these ops again.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ class ActiveAdapter(NamedTuple):
 
 
 def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | None) -> list[ActiveAdapter]:
-    """The adapters that the forward computes."""
+    """Return the adapters that the forward computes."""
     found = []
     for name, adapter in () if lora is None else lora.items():
         if adapter.is_active:
@@ -182,7 +182,7 @@ def uses_dropout(lora: nn.ModuleDict | None) -> bool:
 
 
 def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.dtype | None = torch.float32) -> None:
-    """Freeze the layer and add trainable low-rank adapters to its experts. The output does not change by a bit.
+    """Freeze the layer and add trainable low-rank adapters to its experts. The output stays bitwise equal.
 
     Router, experts, shared expert and latent projections are frozen, but not adapters that were added before. The new
     adapter is active in addition to the active ones. Recomputation, autocast, `torch.compile`, activation checkpointing
@@ -226,11 +226,11 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
 
 
 def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
-    """Choose the active adapters, whose sum the experts add. Other adapters get no gradient. Without a name no adapter
-    is active.
+    """Choose the active adapters, whose sum the experts add. Other adapters get no gradient. An empty sequence
+    deactivates all adapters.
 
     Raises:
-        ValueError: there is no adapter of a name.
+        ValueError: the layer has no adapter with one of the names.
     """
     experts: Any = layer.experts
     chosen = known_names("set_lora", experts, names)
@@ -242,14 +242,14 @@ def remove_lora(layer: nn.Module, names: str | Sequence[str] | None = None) -> N
     """Remove adapters, by default all. The layer stays frozen.
 
     Raises:
-        ValueError: there is no adapter of a name, or `fully_shard` was applied.
+        ValueError: the layer has no adapter with one of the names, or `fully_shard` was applied.
     """
     experts: Any = layer.experts
     check_before_fully_shard("remove_lora", experts)
     for name in known_names("remove_lora", experts, list(experts.lora or {}) if names is None else names):
         del experts.lora[name]
     if not experts.lora:
-        del experts.lora  # first, because a module's attribute that is set to None stays listed among its parts
+        del experts.lora  # deleted first, because an attribute that is set to None stays in the module's `_modules`
         experts.lora = None
 
 

@@ -4,8 +4,8 @@
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T
 
 Each row, adapter and projection has its own mask, as with PEFT's adapters of experts that are linear layers. The steps
-are separate ops, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A. It
-keeps quantised weights in dequantised form.
+are separate ops, and autograd keeps their inputs: X, A and Y, and per adapter the masks and the masked X and A.
+Autograd also keeps quantised weights in dequantised form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_with_dropout(
     weight_on_input: bool,
     implementation: str | None,
 ) -> Tensor:  # [T, D]
-    """As `fused_experts` otherwise."""
+    """Compute `fused_experts` with dropout on the inputs of the adapters."""
     offsets, options = permutation.offsets, {"implementation": implementation}
     rows = permute(tokens, permutation, **options)  # [R, D]
     if weight_on_input:

@@ -44,9 +44,9 @@ def merge_lora(
 ) -> dict[str, float]:
     """Add adapters to the experts' weights, and remove them.
 
-    The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then has the
-    time and memory of a layer without adapters, and `save_checkpoint` accepts it. Quantised weights become plain ones,
-    also those without an adapter, in the dtype that the layer computes in.
+    The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then takes the
+    time and memory of a layer without adapters, and `save_checkpoint` accepts it. Without `requantize`, all quantised
+    weights, also those without an adapter, become plain ones in the dtype that the layer computes in.
 
     Args:
         names: names of the adapters to merge. Default: the active adapters.
@@ -61,8 +61,8 @@ def merge_lora(
 
     Raises:
         NotImplementedError: the experts are quantised and shared by ranks.
-        ValueError: there is no adapter, or none of a name; `fully_shard` was applied; `requantize` is set with plain
-            weights; or less than `least_kept` survives. Nothing is changed then.
+        ValueError: there is no adapter, or a name is unknown; `fully_shard` was applied; `requantize` is set with plain
+            weights; or less than `least_kept` survives. The layer is then unchanged.
     """
     experts: Any = layer.experts
     check_before_fully_shard("merge_lora", experts)

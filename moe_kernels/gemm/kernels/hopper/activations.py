@@ -1,5 +1,5 @@
-"""Activations for epilogues with 16-bit results. They take a few instructions per value, and their error is far below
-that of the final rounding.
+"""Activations for epilogues with 16-bit results. They take a few instructions per value. Their error is far below the
+error of the final rounding.
 
 A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
 last places of float32 and takes longer. These functions use the hardware's exp2 and reciprocal alone, with a relative
@@ -37,15 +37,15 @@ def _silu(x):
 
 @gluon.jit
 def _gelu_tanh(x):
-    # sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)), with factors times -log2(e)
+    # x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)); the constants below include the factor -log2(e).
     return x * _inverse_of_one_plus_exp2(x * (-2.302208198 - 0.1029432396 * (x * x)))
 
 
 @gluon.jit
 def _gelu(x):
     """Return x * P(z < x) for a normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a polynomial.
-    The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. It equals the relative error of the smaller
-    probability."""
+    The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. This error is also the relative error of
+    the smaller probability."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06
@@ -104,7 +104,7 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
 
 @gluon.jit
 def _product_backward(value, slope, up, dactivated):
-    """Return (activated, dgate, dup) of value(gate) * up."""
+    """Return value(gate) * up, dgate and dup."""
     return value * up, dactivated * up * slope, dactivated * value
 
 

@@ -57,7 +57,7 @@ def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Describe [R, C] of 16-bit elements; with `split` 2, [R, 2, C / 2], so that no half reaches into the other."""
+    """Describe [R, C] of 16-bit elements; with `split` 2, [R, 2, C / 2], so that no block reaches into both halves."""
     return descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
 
 

@@ -35,7 +35,7 @@ class Finished:
 
 @gluon.constexpr_function
 def num_parts(pieces):
-    """Return the number of parts: two of the product, then those of the activation."""
+    """Return the number of parts: two parts of the product, then the pieces of the activation."""
     return 2 + pieces
 
 
@@ -66,7 +66,7 @@ class Bias:
 
 @gluon.constexpr_function
 def _columns_of_threads(columns):
-    """Lay out columns as wgmma does, a thread's two neighbours first, so that one load takes both."""
+    """Lay out columns as wgmma does. A thread holds pairs of neighbours, so that one load reads a pair."""
     registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
     return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
 
@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Otherwise the compiler unpacks the pairs of columns, and waits for them, right after the load.
+        # Without `pinned`, the compiler unpacks the pairs of columns, and waits for them, right after the load.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 
@@ -111,7 +111,7 @@ def _activated_pairs(
         gate = unpacked(pairs, DTYPE).to(gl.float32)
         up = unpacked(up_pairs, DTYPE).to(gl.float32) if GATED else gate
         if bias is not None:
-            # Rows are multiples of 8 values; this tells the compiler.
+            # Rounding down to multiples of 8 tells the compiler that rows are aligned.
             width = bias.num_columns // 16 * 8 if GATED else bias.num_columns // 8 * 8
             gate = plus_bias(gate, load_bias(bias, group, first, width, gate))
             up = plus_bias(up, load_bias(bias, group, width + first, 2 * width, up)) if GATED else gate
@@ -162,7 +162,7 @@ def write_part(
     left,
     right,
     at,  # Finished
-    bias,  # of the activation
+    bias,  # added before the activation
     out_desc,
     activated_desc,
     buffer,
@@ -170,8 +170,8 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. The pieces of a plain
-    activation are those of the left half, then those of the right half."""
+    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. A plain activation
+    has the pieces of the left half, then the pieces of the right half."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
@@ -205,7 +205,7 @@ def write_last(
     left,
     right,
     at,  # Finished
-    bias,  # of the activation
+    bias,  # added before the activation
     out_desc,
     activated_desc,
     buffer,
@@ -230,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate unchanged. It serves as the activation of the initial tile of zeros."""
+    """Return the gate unchanged. This activation serves for the tail, whose rows become zeros."""
     return gate

@@ -26,7 +26,7 @@ _LEAST_STEPS = _PIECES * _SPACING
 
 
 class WarpSpecializedActivationGradient(RowTileKernel):
-    """Rows of A contiguous or gathered."""
+    """Takes contiguous or gathered rows of A."""
 
     arguments_class = ActivationGradientArguments
     obstacle = OBSTACLE

@@ -70,8 +70,8 @@ def _differentiate(
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Compute a piece of dH and of the weighted activation and start to send both. Return the rows' sums, to which
-    those of the piece are added.
+    """Compute a piece of dH and of the weighted activation and start to send both. Return `sums` plus the
+    row sums of the piece.
 
     For rows past the group's end H is zero and the product is arbitrary. These rows are not written.
     """
@@ -129,7 +129,7 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
-    kept = packed(total.to(dtype))  # belongs to the finished tile, as everything named `last`
+    kept = packed(total.to(dtype))  # belongs to the finished tile, like the variables `last_...`
     # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)

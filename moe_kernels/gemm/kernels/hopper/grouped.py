@@ -38,7 +38,7 @@ _PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, befor
 def _pieces(epilogue: str | None) -> int:
     """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
 
-    A step lasts as long as four multiplications of both warpgroups. In that time a thread computes about 16 values, or
+    A step lasts as long as four wgmma instructions of each warpgroup. A thread then has time for about 16 values, or
     64 without an exponential. A gated activation has half as many values.
     """
     if epilogue is None:
@@ -53,9 +53,9 @@ def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
     """Return how many row tiles to compute together for each column tile if the last column tile takes half the time.
 
     The last column tiles of a band follow one another, and every num_programs-th tile goes to the same program. With
-    most heights some programs get many of them and others none. The former run ahead, and the L2 cache drops what they
-    share with the others. A band begins at any program whose number is a multiple of `step`, equally often at each. So
-    every program gets equally many if the height is a multiple of `step`.
+    most heights some programs get many last column tiles and others none. Programs with many run ahead, and the L2
+    cache drops the data that they share with the others. Bands begin equally often at every program whose number is a
+    multiple of `step`. So if the height is a multiple of `step`, every program gets equally many last column tiles.
     """
 
     def unevenness(height: int) -> float:
@@ -74,7 +74,7 @@ def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
-    """Rows of A contiguous or gathered. With an epilogue, `preactivation` is the product and `out` its activation."""
+    """Takes contiguous or gathered A. With an epilogue, `preactivation` is the product and `out` its activation."""
 
     obstacle = OBSTACLE
 

@@ -149,7 +149,7 @@ def grouped_gemm_kernel(
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
     extra_a_desc,  # [R, r] of a second pair of operands; None without EXTRA_STEPS, like the rest of the pair
-    extra_a_ptr,  # [R, r] instead, if the rows of A are gathered
+    extra_a_ptr,  # [R, r]; replaces extra_a_desc if the rows of A are gathered
     extra_a_stride,
     extra_depth,  # r
     extra_b_desc,  # like b_desc, with r instead of K
@@ -157,16 +157,16 @@ def grouped_gemm_kernel(
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else None
-    bounds_ptr,  # [G + 2]; without a table, offsets [G]
+    bounds_ptr,  # [G + 2]; offsets [G] without a table
     tiles_ptr,  # [capacity, 2]; without a table None, like the next one
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_columns,  # N
     num_column_tiles,
     num_steps,  # steps of the reduction, at least the number of parts of a finished tile
-    NUM_GROUPS: gl.constexpr,  # G without a table, else None
+    NUM_GROUPS: gl.constexpr,  # G; None if a table is given
     ZERO_TAIL: gl.constexpr,
-    EXTRA_STEPS: gl.constexpr,  # last steps of the reduction, of the second pair of operands
+    EXTRA_STEPS: gl.constexpr,  # number of last steps, which read the second pair of operands
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,

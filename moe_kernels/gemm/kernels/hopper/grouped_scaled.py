@@ -23,7 +23,7 @@ if OBSTACLE is None:
 
 
 class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
-    """Rows of A contiguous or gathered."""
+    """Takes contiguous or gathered rows of A."""
 
     obstacle = OBSTACLE
 

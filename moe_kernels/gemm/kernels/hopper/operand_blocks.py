@@ -1,4 +1,4 @@
-"""The two operands of a grouped GEMM: the producer's copies of their blocks, and a consumer's product of them."""
+"""Operand blocks of a grouped GEMM: the producer copies them to shared memory, and consumers multiply them."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -164,5 +164,5 @@ def multiply(
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """Return the layout of 64 rows of sums in a consumer."""
+    """Return the layout of a consumer's sums, which has 64 rows."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])

@@ -1,6 +1,6 @@
 """Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 to 3.9.
 
-One warpgroup is the producer: it keeps the copies of several steps of both operands to shared memory in flight. Two
+One warpgroup is the producer: it copies both operands to shared memory, with several steps in flight. Two
 warpgroups are consumers: each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a
 finished tile to global memory while the tensor cores already work on the next tile. The finished tile stays in
 registers, as two rounded halves, and each of the next tile's first steps writes one part of the finished tile.
@@ -121,8 +121,8 @@ def release_previous(ring, step, pred=True):
 
 @gluon.jit
 def pinned(value):
-    """Tie a rounding to its place in the code. If the compiler moved it into the next tile's wgmma region, it would
-    wait after every single wgmma."""
+    """Tie a rounding to its place in the code. If the compiler moved the rounding into the next tile's wgmma region,
+    the code would wait after every single wgmma."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
 
 
@@ -140,7 +140,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. The compiler does not move this: see `pinned`."""
+    """Pack neighbouring 16-bit columns into 32-bit values. The compiler does not move the packing: see `pinned`."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -149,7 +149,7 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Return the columns that `packed` packed. The compiler does not move this either."""
+    """Return the columns that `packed` packed. The compiler does not move the unpacking either."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)

@@ -1,7 +1,7 @@
 """Grouped GEMM of quantised weights and few rows per group, as catalog objects.
 
 `streaming_decoding_device.py` holds the kernel. With few rows per group, reading and decoding the weights takes most of
-the time. These kernels decode them in the registers that multiply them.
+the time. These kernels decode the weights in the registers that mma reads.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from .descriptors import descriptor, form
 if OBSTACLE is None:
     from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
 
-_REGISTERS = 128  # per thread, so that an SM runs 16 warps; without spills for 8 rows
+_REGISTERS = 128  # per thread: an SM then runs 16 warps, and tiles of 8 rows do not spill
 _READING = 100  # multiplications of a row that take as long as reading and decoding one value of a weight
 
 
 def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
     """Return the cost of one group and one step of the reduction.
 
-    A group is read once for each tile of its rows. Most groups have fewer rows than the average plus twice the
-    deviation. If groups have one row, few groups have any, and narrow tiles occupy more SMs.
+    A group's weight is read once for each tile of its rows. Most groups have fewer rows than the average plus twice the
+    deviation. With at most one row per group on average, few groups have rows, and narrow tiles occupy more SMs.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
@@ -41,13 +41,13 @@ def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
 
 
 class StreamingDecodingGemm(Kernel):
-    """`DecodingGemmArguments` with B[g] the transpose of a quantised matrix, without adapters."""
+    """Takes `DecodingGemmArguments` without adapters, if B[g] is the transpose of a quantised matrix."""
 
     arguments_class = DecodingGemmArguments
     obstacle = OBSTACLE
     form: str
     values_per_byte = 1
-    cost = 1.0  # measured beside the estimate of `DecodingGemm`
+    cost = 1.0  # factor of the estimate, measured against `DecodingGemm`
 
     def supports_design(self, args: DecodingGemmArguments) -> Status:
         if args.format.name != self.form:
@@ -78,7 +78,7 @@ class StreamingDecodingGemm(Kernel):
         rows, block_out, _ = design.tile_shape
         chunks = design.tile_shape[2] // values_per_64_bytes(self.form)
         stored = _stored_form(num_groups, size_out, size_in // self.values_per_byte, block_out, chunks)
-        # Triton has no e8m0.
+        # Triton has no e8m0, so the kernel reads bytes.
         is_e8m0 = args.scales.dtype == torch.float8_e8m0fnu
         return Launch(
             streaming_kernel,

@@ -60,7 +60,7 @@ def _by_16_bytes_layout(block_out, chunks, num_warps):
 
 @gluon.constexpr_function
 def _rows_layout(num_rows, values, chunks, num_warps):
-    """Return the layout of rows [ROWS, chunks * values]: a thread holds the values that meet its stored bytes. Every
+    """Return the layout of rows [ROWS, chunks * values]. A thread holds the values that multiply its weights. Every
     warp holds all rows."""
     own = values // 4
     columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, values]] if chunks == 2 else [])
@@ -106,9 +106,9 @@ def _mxfp4_assembly(nan_255):
     """Return assembly that decodes 16 bytes, $16 to $19, to 32 numbers, with one e8m0 scale in the low byte of $20.
 
     Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. A product with a sum of two powers
-    of two moves the sign bit of both to a bfloat16's sign, and the other bits to the lowest bits of its exponent. That
-    is the number times 2 ** -126. A product with 2 ** (scale - 1) completes it. That power is a bfloat16 up to a scale
-    of 128; above, a second product follows.
+    of two moves both numbers into bfloat16s: signs to signs, exponents to the lowest exponent bits, fractions to the
+    highest fraction bits. Each result is the number times 2 ** -126. A product with 2 ** (scale - 1) follows. Above a
+    scale of 128, that power is no bfloat16, and two products replace this one.
     """
     power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
     lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
@@ -142,8 +142,8 @@ _MXFP4_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 @gluon.jit
 def _decode_mxfp4(stored, exponents, NAN_255: gl.constexpr):
-    """Return the pairs of values j and j + 4 of each word: first those for j = 0, 1, then for j = 2, 3. `exponents`
-    holds each byte's scale."""
+    """Return the pairs of values j and j + 4 of each word: one tensor for j = 0 and 1, then one for j = 2 and 3.
+    `exponents` holds each byte's scale."""
     assembly: gl.constexpr = _mxfp4_assembly(NAN_255)
     return gl.inline_asm_elementwise(
         assembly,
@@ -230,8 +230,8 @@ def streaming_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program writes BLOCK_OUT columns of the product for the rows of one tile of the table, ROWS rows after
-    another. Grid: (capacity * cdiv(OUT, BLOCK_OUT),)."""
+    """One program writes BLOCK_OUT columns of the product for the rows of one tile of the table, ROWS rows at a
+    time. Grid: (capacity * cdiv(OUT, BLOCK_OUT),)."""
     NUM_WARPS: gl.constexpr = gl.num_warps()
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     STEPS: gl.constexpr = (IN + VALUES - 1) // VALUES
@@ -250,7 +250,7 @@ def streaming_kernel(
     group = gl.load(tiles_ptr + 2 * tile)
     start = gl.load(bounds_ptr + group) + gl.load(tiles_ptr + 2 * tile + 1) * TILE_ROWS
     end = gl.minimum(gl.load(bounds_ptr + group + 1), start + TILE_ROWS)
-    # Always true. Without it, ptxas spills 8 bytes of the MXFP4 kernel.
+    # The condition is always true. Without it, ptxas spills 8 bytes of the MXFP4 kernel.
     has_weight = group < G
     num_steps = gl.where(has_weight, STEPS, 0)
     read_end = gl.where(has_weight, end, start)
@@ -271,7 +271,7 @@ def streaming_kernel(
     else:
         scales_ptr += wide_group * (((OUT + 127) // 128) * ((IN + 127) // 128))
     k = gl.arange(0, VALUES, layout=gl.SliceLayout(0, rows_layout))
-    x_stride = x_stride.to(gl.int64) // 8 * 8  # tells the compiler that 16 bytes are aligned
+    x_stride = x_stride.to(gl.int64) // 8 * 8  # tells the compiler that rows are aligned to 16 bytes
     position = 0
     for first_row in range(start, end, ROWS):
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout))
@@ -285,12 +285,12 @@ def streaming_kernel(
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
             stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS]).load(stored_layout)
-            # All warps have now read the slot of the previous step.
+            # After the barrier, all warps have read the slot of the previous step.
             barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
-            # The copy waits for all earlier loads. Decoding hides the latency of loading rows. It needs the scales
-            # immediately, so they are loaded one step ahead.
+            # The copy waits for all earlier loads. Decoding hides the latency of loading rows. Decoding needs the
+            # scales immediately, so scales are loaded one step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)

@@ -10,7 +10,7 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
 
-# From this number of steps on, counted over all tiles of a program, half-width tiles compute as much as whole tiles.
+# From this number of steps on, counted over all tiles of a program, half-width tiles are computed at full width.
 # Half-width tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead
 # of the programs that share their data. If the L2 cache has dropped the data by then, the second read costs more than
 # half-width tiles save.
@@ -111,8 +111,8 @@ def row_tile_at(tiles, row_tile):
 
 @gluon.jit
 def tile_at(tiles, tile):
-    """Return (group, first row, end row of the group, column tile). Past the last tile, return those of the last
-    tile."""
+    """Return (group, first row, end row of the group, column tile). Past the last tile, return the values of the
+    last tile."""
     tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
     band = tiles.group_tiles * tiles.num_column_tiles
     first = tile // band * tiles.group_tiles

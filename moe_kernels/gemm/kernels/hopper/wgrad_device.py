@@ -106,7 +106,7 @@ def _produce_gathered(
     gathered_stride,
     row_to_token_ptr,
     num_gathered_columns,
-    desc,  # the other operand's
+    desc,  # descriptor of the operand that is not gathered
     GATHER_A: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_N: gl.constexpr,
