@@ -163,7 +163,7 @@ def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> I
         for key in targets:
             assert len(key.parts) == 1 and key.is_in_order
             part = parts[held.parts.index(key.parts[0])]
-            name = block.prefix + key.name.replace("{e}", str(expert)) + suffix
+            name = block.prefix + key.name_of(expert) + suffix
             yield name, part.squeeze(-1) if key.bias else part
 
 

@@ -155,8 +155,7 @@ def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:
     _check_sizes(found, sizes, adapters, layout.gated)
     reader = _MergedReader(found, layout, sizes, adapters)
     for key in layout.select(bias=False):
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            short = key.name.replace("{e}", str(number))
+        for number, short in key.names(sizes.num_experts):
             stored = found.experts[short]
             if stored.shape != key.shape(sizes):
                 raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")

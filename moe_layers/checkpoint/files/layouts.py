@@ -7,10 +7,13 @@ a matrix bit by bit, or writes it in the opposite direction.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ...config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,10 @@ class Sizes:
     num_experts: int
     d_ff: int
     d_model: int
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> Sizes:
+        return cls(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,14 @@ class Key:
     @property
     def per_expert(self) -> bool:
         return "{e}" in self.name
+
+    def name_of(self, expert: int | None) -> str:
+        return self.name.replace("{e}", str(expert))
+
+    def names(self, num_experts: int) -> Iterator[tuple[int | None, str]]:
+        """Yield the number of the expert, None for a tensor of all experts, and the name of each tensor."""
+        for number in range(num_experts) if self.per_expert else (None,):
+            yield number, self.name_of(number)
 
     @property
     def is_in_order(self) -> bool:
@@ -84,6 +99,15 @@ class Key:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
         return slice(expert * step, (expert + 1) * step)
+
+    def matrix_of(self, tensor: Tensor, expert: int, sizes: Sizes) -> Tensor:
+        """Return a view of one expert's share of a tensor on disk, in disk order."""
+        rows = self.rows_of_expert(expert, sizes)
+        return tensor if rows is None else self.without_experts(tensor[rows])
+
+    def without_experts(self, rows: Tensor) -> Tensor:
+        """Return the matrix of one expert from its rows of a tensor."""
+        return rows if self.per_expert or self.flat else rows[0]
 
     def disk_parts(
         self,

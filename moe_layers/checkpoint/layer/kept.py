@@ -99,8 +99,7 @@ def fill_stored(
     is_finite = as_bits(scales) != 255 if scales.element_size() == 1 else scales.isfinite()
     if not is_finite.all():
         raise ValueError(f"checkpoint: the scales of {fill.stored.name} must be finite")
-    if rows is not None:
-        numbers, scales = numbers[0], scales[0]
+    numbers, scales = fill.key.without_experts(numbers), fill.key.without_experts(scales)
     if fill.stored.encoding == "mxfp4":
         numbers = numbers.flatten(1)  # [rows, K / 32, 16] -> [rows, K / 2]
     for name, matrix in (("values", numbers), ("scales", scales)):

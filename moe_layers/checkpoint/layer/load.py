@@ -220,8 +220,8 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
                 if not _read_in_place(fill, files, expert, plan.sizes, share, config.is_gated):
-                    matrix = _read_expert(fill, files, expert, plan.sizes, parameter)
-                    copy_expert(fill.key, matrix, share, gated=config.is_gated)
+                    rows = _read(fill, files, fill.key.rows_of_expert(expert, plan.sizes), parameter)
+                    copy_expert(fill.key, fill.key.without_experts(rows), share, gated=config.is_gated)
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
@@ -233,14 +233,6 @@ def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes
         return False
     files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
     return True
-
-
-def _read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
-    """Return one expert's share of a weight, in disk order."""
-    assert fill.key is not None
-    rows = fill.key.rows_of_expert(expert, sizes)
-    matrix = _read(fill, files, rows, like)
-    return matrix if rows is None or fill.key.flat else matrix[0]
 
 
 def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) -> Tensor:

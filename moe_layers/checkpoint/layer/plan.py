@@ -68,7 +68,7 @@ class Planner:
             ValueError: tensors are missing, left over, ambiguous or of a wrong shape; the message names them. Or the
                 number of experts in the configuration differs from that of the tensors.
         """
-        sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+        sizes = Sizes.of(config)
         stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
         layout = choose_layout(
             self.block, stacked, sizes, gated=config.is_gated, published=published, recorded=recorded
@@ -108,10 +108,8 @@ class Planner:
 
     def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
         for key in plan.layout.select(bias=config.bias):
-            numbers = range(config.num_experts) if key.per_expert else [None]
-            for number in numbers:
-                name = key.name.replace("{e}", str(number))
-                if key.per_expert and number not in experts:
+            for number, name in key.names(config.num_experts):
+                if number is not None and number not in experts:
                     self._skip(plan, name)
                     continue
                 held = experts if number is None else range(number, number + 1)
@@ -128,8 +126,7 @@ class Planner:
         """Skip the weights that transformers writes for zero experts, which nothing reads."""
         for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
             for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
-                name = key.name.replace("{e}", str(number))
-                if key.per_expert and name in self.unused:
+                if key.per_expert and (name := key.name_of(number)) in self.unused:
                     self._skip(plan, name)
 
     def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:

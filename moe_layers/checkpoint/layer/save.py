@@ -88,7 +88,7 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
             layout = "per_expert"
     target = find_layout(layout, gated=config.is_gated, bias=config.bias, encoding=encoding)
     if kept is not None:
-        check_writable(target, kept.format, _sizes(config))
+        check_writable(target, kept.format, Sizes.of(config))
     return target
 
 
@@ -142,11 +142,8 @@ def _shared_expert(
         return
     gated, sizes = config.shared_is_gated, Sizes(1, config.shared_d_ff, config.d_model)
     for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
-        yield key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated)
-
-
-def _sizes(config: MoEConfig) -> Sizes:
-    return Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+        stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
+        yield key.name, _expert_tensor(key, stack_of_one, None, sizes, gated)[0]
 
 
 def _experts(
@@ -157,10 +154,10 @@ def _experts(
     for key in target.select(bias=config.bias):
         weight = state[f"experts.{key.parameter}"]
         dotted = key.per_expert and source is not None and source.dotted_scales
-        for number in range(config.num_experts) if key.per_expert else (None,):
-            name = prefix + key.name.replace("{e}", str(number))
+        for number, short in key.names(config.num_experts):
+            name = prefix + short
             if not isinstance(weight, QuantizedExperts):
-                yield name, _expert_tensor(key, weight, number, _sizes(config), target.gated)
+                yield name, _expert_tensor(key, weight, number, Sizes.of(config), target.gated)
                 continue
             for suffix, dtype, matrices in stored_matrices(target, weight):
                 tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
@@ -184,18 +181,9 @@ def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
 
 
 @torch.no_grad()
-def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Tensor:
-    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device=parameter.device)
-    key.disk_parts(tensor).copy_(key.parameter_parts(parameter, gated))
-    return tensor
-
-
-@torch.no_grad()
 def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
     """Return the tensor of one expert, or of all experts if `number` is None."""
     tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device=parameter.device)
     for expert in range(sizes.num_experts) if number is None else (number,):
-        rows = key.rows_of_expert(expert, sizes)
-        matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
-        key.disk_parts(matrix).copy_(key.parameter_parts(parameter[expert], gated))
+        key.disk_parts(key.matrix_of(tensor, expert, sizes)).copy_(key.parameter_parts(parameter[expert], gated))
     return tensor

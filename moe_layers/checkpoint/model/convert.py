@@ -121,7 +121,7 @@ def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
                 f"but its tensors are of {sizes.num_experts} with d_ff {sizes.d_ff}"
             )
     for key in layout.select(bias=False):
-        stored = found.experts[key.name.replace("{e}", "0")]
+        stored = found.experts[key.name_of(0)]
         if problem := ambiguous_scales(stored, key):
             raise ValueError(f"checkpoint: {problem}")
 
@@ -144,9 +144,10 @@ def _expert_outputs(
     check_names(found.block.prefix, target)
     reader = ExpertReader(found, source, sizes)
     for key in target.select(bias=found.bias):
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            name = found.block.prefix + key.name.replace("{e}", str(number))
-            yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+        for number, name in key.names(sizes.num_experts):
+            yield Output(
+                found.block.prefix + name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype)
+            )
 
 
 def _check_renamed(found: BlockSurvey) -> None:
@@ -180,9 +181,8 @@ class ExpertReader:
         def make(files: CheckpointFiles) -> Tensor:
             tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
             for expert in range(self.sizes.num_experts) if number is None else (number,):
-                rows = key.rows_of_expert(expert, self.sizes)
-                matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
-                for part, place in zip(key.parts, key.disk_parts(matrix), strict=True):
+                places = key.disk_parts(key.matrix_of(tensor, expert, self.sizes))
+                for part, place in zip(key.parts, places, strict=True):
                     place.copy_(self.part(files, part, expert, bias=key.bias))
             return tensor
 
@@ -190,17 +190,14 @@ class ExpertReader:
 
     def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
         key = self._key(part, bias)
-        rows = key.rows_of_expert(expert, self.sizes)
-        matrix = self._stored(key, expert).read(files, rows, "cpu")
-        if rows is not None and not key.flat:
-            matrix = matrix[0]
-        return key.disk_parts(matrix)[key.parts.index(part)]
+        rows = self._stored(key, expert).read(files, key.rows_of_expert(expert, self.sizes), "cpu")
+        return key.disk_parts(key.without_experts(rows))[key.parts.index(part)]
 
     def _key(self, part: str, bias: bool) -> Key:
         return next(key for key in self.layout.keys if part in key.parts and key.bias == bias)
 
     def _stored(self, key: Key, expert: int) -> Stored:
-        return self.found.experts[key.name.replace("{e}", str(expert))]
+        return self.found.experts[key.name_of(expert)]
 
 
 def write_model(

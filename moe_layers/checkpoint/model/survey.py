@@ -110,11 +110,7 @@ def _has_bias(block: Block, layout: Layout) -> bool:
 
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
     """Return the names of a layout's tensors."""
-    return {
-        key.name.replace("{e}", str(expert))
-        for key in layout.select(bias=bias)
-        for expert in (range(num_experts) if key.per_expert else range(1))
-    }
+    return {name for key in layout.select(bias=bias) for _, name in key.names(num_experts)}
 
 
 def _match(
@@ -123,7 +119,7 @@ def _match(
     """Return the sizes of a layout's tensors, and the errors of those that do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
-    name = down.name.replace("{e}", str(min(numbers, default=0)))
+    name = down.name_of(min(numbers, default=0))
     if len(router) != 2 or name not in described or len(described[name].shape) < 2:
         return None, [f"missing: {block.prefix}{name}, or not a matrix"]
     if num_zero_experts or down.flat:
@@ -151,15 +147,14 @@ def _misfits(
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):
         shapes = [key.shape(sizes)] if key.parts == ("down",) else [key.shape(sizes), key.shape(with_zero_experts)]
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            name = key.name.replace("{e}", str(number))
+        for _, name in key.names(sizes.num_experts):
             if name not in described:
                 wrong.append(f"missing: {block.prefix}{name} {shapes[0]}")
             elif described[name].shape not in shapes:
                 wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shapes[0]}")
         if key.parts == ("down",):
             numbers = sorted(number for number in block.expert_numbers() if number >= sizes.num_experts)
-            names = [key.name.replace("{e}", str(number)) for number in numbers]
+            names = map(key.name_of, numbers)
             wrong += [f"left over: {block.prefix}{name}" for name in names if name in described]
     return wrong
 
