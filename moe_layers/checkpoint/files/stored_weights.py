@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...checks import first_three
 from .dequantize import MXFP4_GROUP, dequantize_float4, dequantize_float8, dequantize_mxfp4
 from .directory import CheckpointFiles, TensorInfo
 
@@ -97,6 +98,17 @@ def describe(
     if shape is None:
         return None
     return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
+
+
+def describe_all(
+    files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
+) -> dict[str, Stored]:
+    """Describe the weights, given by any keys as full name and group. Raise ValueError if one cannot be read."""
+    problems: list[str] = []
+    described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
+    if problems:
+        raise ValueError(f"checkpoint: {where}:\n  " + first_three(problems, "\n  "))
+    return {key: stored for key, stored in described.items() if stored is not None}
 
 
 # The shape of a weight, or None if it cannot be read, and the errors of the weight's tensors.

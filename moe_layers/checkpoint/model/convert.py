@@ -17,7 +17,7 @@ from ..files.directory import CONFIG, CheckpointFiles, read_json
 from ..files.layouts import Key, Layout, Sizes, find_layout
 from ..files.quantization_config import float8_block, without_quantization
 from ..files.recognition import is_main
-from ..files.stored_weights import Stored, describe, group_names
+from ..files.stored_weights import Stored, describe_all, group_names
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
 from ..layer.plan import ambiguous_scales
 from .survey import BlockSurvey, survey
@@ -77,14 +77,13 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
     outputs = []
     for found in surveys:
         outputs += _expert_outputs(found, only_layout(found), layout, dtype)
-    float8 = float8_block(values, read_config(values, 0))
-    problems: list[str] = []
-    for name, group in sorted(group_names(files.file_of).items()):
-        if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
-            outputs.append(copy_output(stored, dtype))
-    if problems:
-        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
-    return outputs
+    return outputs + [copy_output(stored, dtype) for stored in all_weights(files, values) if stored.name not in experts]
+
+
+def all_weights(files: CheckpointFiles, values: dict) -> Iterable[Stored]:
+    """Return all weights of a checkpoint, sorted by name. Raise ValueError if one cannot be read."""
+    weights = {name: (name, group) for name, group in sorted(group_names(files.file_of).items())}
+    return describe_all(files, weights, float8_block(values, read_config(values, 0)), str(files.directory)).values()
 
 
 def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:

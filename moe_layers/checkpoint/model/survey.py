@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
-from ...checks import first_three
 from ..files.blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
 from ..files.directory import CONFIG, CheckpointFiles, read_json
 from ..files.layouts import Layout, Sizes, published_layouts
 from ..files.quantization_config import float8_block
-from ..files.stored_weights import Stored, describe
+from ..files.stored_weights import Stored, describe_all
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def survey(files: CheckpointFiles) -> list[BlockSurvey]:
 
 def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
     config = read_config(values, block.layer, block.prefix)
-    described = _described(files, block, float8_block(values, config))
+    where = f"block {block.prefix} of {files.directory}"
+    described = describe_all(files, block.weights, float8_block(values, config), where)
     architecture = ARCHITECTURES.get(config.model_type)
     num_zero = architecture.num_zero_experts(config) if architecture else 0
     router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
@@ -92,15 +92,6 @@ def _fitting(
     ]
     fitting = [(layout, sizes) for layout, sizes, wrong in matches if sizes is not None and not wrong]
     return fitting, [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
-
-
-def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) -> dict[str, Stored]:
-    """Return the block's weights by name. Raise ValueError if a weight cannot be read."""
-    problems: list[str] = []
-    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
-    if problems:
-        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
-    return {name: stored for name, stored in described.items() if stored is not None}
 
 
 def _has_bias(block: Block, layout: Layout) -> bool:
