@@ -16,11 +16,11 @@ from ..architectures import ARCHITECTURES, read_config
 from ..checkpoint.files.blocks import Block, check_names, find_blocks, matching_layouts
 from ..checkpoint.files.layouts import Layout, find_layout
 from ..checkpoint.layer.save import layer_tensors, layout_to_write, prefix_of
-from ..checks import check_kind
+from ..checks import check_choice, check_kind
 from ..experts.lora.adapters import active_adapters, joined
 from ..experts.lora.merging import add_adapters
 from ..experts.stored import QuantizedExperts, stored
-from .engines import check_engine, check_layout, engine_layout
+from .engines import LAYOUTS, check_engine, engine_layout
 from .values import LayerValue, Reader, Value, gathered, own_memory, peft_class
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
@@ -53,7 +53,7 @@ def iter_weights(
             them; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
-    check_layout(layout)
+    check_choice("iter_weights", "layout", layout, LAYOUTS)
     root: Any = _unwrapped(model)
     _check_whole(root)
     config = _config_of(root)

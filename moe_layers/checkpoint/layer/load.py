@@ -113,29 +113,6 @@ def load_layer(
         )
     if device is None and mesh is not None:
         device = mesh.device_type  # where parallelize_module puts the experts
-    module, report = _load(
-        layer_class, directory, layer, dtype, device, mesh or experts, implementation, keep_quantized
-    )
-    if mesh is not None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        from ...parallel.expert_parallel import ExpertParallel
-
-        # No broadcast is needed, because every rank has read the same files.
-        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
-    return (module, report) if return_report else module
-
-
-def _load(
-    layer_class: Any,
-    directory: str | os.PathLike[str],
-    layer: int | str,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    experts: range | DeviceMesh | None,
-    implementation: str | None,
-    keep_quantized: bool,
-) -> tuple[Any, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     hub = HubModel.named(directory)
@@ -144,7 +121,7 @@ def _load(
         block = select_block(files, layer)
         model_config = read_config(values, block.layer, block.prefix)
         config = MoEConfig.from_hf(model_config.values, block.layer)
-        experts = _checked_experts(experts, config)
+        experts = _checked_experts(mesh or experts, config)
         _require(block.tensors(experts), files, hub)
         module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
         if len(experts) < config.num_experts:
@@ -170,7 +147,14 @@ def _load(
     report = LoadReport(*names, *layout, config, experts, tensors, others, parameters=shapes, kept_format=kept)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
-    return module, report
+    if mesh is not None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from ...parallel.expert_parallel import ExpertParallel
+
+        # No broadcast is needed, because every rank has read the same files.
+        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
+    return (module, report) if return_report else module
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
