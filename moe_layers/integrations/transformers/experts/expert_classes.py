@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moe_kernels import ExpertAdapters
+from moe_kernels import Activation, ExpertAdapters
 from moe_kernels.types import Weight
 
 from .activation import recognise_gated
@@ -100,14 +100,6 @@ def _weight_of(experts: Any, name: str) -> Weight:
     return holder.weight
 
 
-def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def apply_gate(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return act_fn(gate) * up
-
-    return apply_gate
-
-
 def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     out = experts_forward(self, hidden_states.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
     return out.view(hidden_states.shape[0], -1, self.hidden_size)
@@ -158,23 +150,31 @@ class Swap:
     caller_forward: Callable[..., object] | None = None
 
 
+def _swiglu_like(experts: Any, act_fn: Callable[[Tensor], Tensor]) -> Activation:
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return recognise_gated(experts, apply_gate, interleaved=False)
+
+
 def _dbrx(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.mlp.activation_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.mlp.activation_fn)
     return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
 
 
 def _longcat(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.act_fn)
     return _FirstSpec(activation, implementation, num_experts=experts.num_routed_experts)
 
 
 def _llama4(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.act_fn)
     return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
 
 
 def _jetmoe(experts: Any, implementation: str | None) -> ExpertsSpec:
-    return _LinearsSpec(recognise_gated(experts, _swiglu_like(experts.activation), interleaved=False), implementation)
+    return _LinearsSpec(_swiglu_like(experts, experts.activation), implementation)
 
 
 def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:

@@ -106,6 +106,10 @@ class ExpertsSpec:
         """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
         return dict(experts.named_parameters(recurse=False)).values()
 
+    def weights(self, experts: Any) -> tuple[Weight, ...]:
+        """Return the up-projection's parameters, the stored down-projection and the biases."""
+        return (*self.up_parameters(experts), self.stored_down(experts), *self.biases(experts))
+
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (self._parameter(experts, self._up_name),)
 
