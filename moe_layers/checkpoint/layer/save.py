@@ -140,10 +140,10 @@ def _shared_expert(
 ) -> Iterator[tuple[str, Tensor]]:
     if config.shared_d_ff is None:
         return
-    gated, sizes = config.shared_is_gated, Sizes(1, config.shared_d_ff, config.d_model)
+    gated = config.shared_is_gated
     for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
         stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
-        yield key.name, _expert_tensor(key, stack_of_one, None, sizes, gated)[0]
+        yield key.name, _expert_tensor(key, stack_of_one, None, gated)[0]
 
 
 def _experts(
@@ -157,22 +157,14 @@ def _experts(
         for number, short in key.names(config.num_experts):
             name = prefix + short
             if not isinstance(weight, QuantizedExperts):
-                yield name, _expert_tensor(key, weight, number, Sizes.of(config), target.gated)
+                yield name, _expert_tensor(key, weight, number, target.gated)
                 continue
             for suffix, dtype, matrices in stored_matrices(target, weight):
-                tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
+                tensor = _expert_tensor(key, matrices, number, target.gated)
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
         del weight  # before the next one is read
-
-
-def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
-    """Return the sizes of experts whose matrices are these numbers, or these scales."""
-    num_experts, rows, columns = matrices.shape
-    if key.parts == ("down",):
-        return Sizes(num_experts, columns, rows)
-    return Sizes(num_experts, rows // (2 if gated else 1), columns)
 
 
 def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
@@ -181,9 +173,16 @@ def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
 
 
 @torch.no_grad()
-def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
-    """Return the tensor of one expert, or of all experts if `number` is None."""
+def _expert_tensor(key: Key, parameter: Tensor, number: int | None, gated: bool) -> Tensor:
+    """Return the tensor of one expert, or of all experts if `number` is None.
+
+    Args:
+        parameter: numbers [E, rows, columns], their scales, or biases [E, rows].
+    """
+    num_experts, rows, columns = len(parameter), parameter.shape[1], parameter.shape[-1]
+    is_down = key.parts == ("down",)
+    sizes = Sizes(num_experts, *((columns, rows) if is_down else (rows // (2 if gated else 1), columns)))
     tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device=parameter.device)
-    for expert in range(sizes.num_experts) if number is None else (number,):
+    for expert in range(num_experts) if number is None else (number,):
         key.disk_parts(key.matrix_of(tensor, expert, sizes)).copy_(key.parameter_parts(parameter[expert], gated))
     return tensor
