@@ -21,7 +21,7 @@ from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_o
 
 @dataclass
 class Sharing:
-    """The settings with which ranks share one experts module. The class implements `SharedForward`.
+    """The settings with which ranks share one experts module.
 
     Attributes:
         name: the name of the experts in errors.
