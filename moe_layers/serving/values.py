@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files.dequantize import dequantize_float8
+from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 

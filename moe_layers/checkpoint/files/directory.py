@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
+import sys
 from collections.abc import Iterable
 from io import FileIO
 from math import prod
@@ -15,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checks import first_three
-from .host_memory import memory_of
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HUGE_BYTES = 4 << 20  # two huge pages
 
 DTYPES = {
     "F64": torch.float64,
@@ -122,7 +125,7 @@ class CheckpointFiles:
         assert into.dtype == dtype and into.is_contiguous() and into.numel() * size == (stop - start) * prod(shape)
         if into.numel():
             first = self._entry(name).first_byte + start * (into.nbytes // max(stop - start, 1))
-            self._read_bytes(self.file_of[name], first, memory_of(into))
+            self._read_bytes(self.file_of[name], first, _memory_of(into))
         return into
 
     def _entry(self, name: str) -> _Entry:
@@ -179,3 +182,19 @@ class CheckpointFiles:
                 f"checkpoint: {self.directory / INDEX} names files that do not exist: {first_three(missing)} "
                 f"(for instance for {example_in[missing[0]]})"
             )
+
+
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous host tensor, which must outlive the view."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Ask Linux to back untouched memory with huge pages. The first touch of each small page takes longer than reading
+    its bytes from the page cache. The system may ignore this hint."""
+    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_BYTES:
+        return
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    length = tensor.data_ptr() + tensor.nbytes - first
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

@@ -1,4 +1,9 @@
-"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales."""
+"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales.
+
+`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 has a scale per block
+(DeepSeek-V3): the tensor on disk is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has a power of
+two per 32 numbers. Packed float4 (DeepSeek-V4) holds the same numbers as int8, with one axis for the bytes of a row.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moe_kernels.quantization.decode import decode_mxfp4, decode_scales, multiply_blocks
+
 from ...checks import first_three
-from .dequantize import MXFP4_GROUP, dequantize_float4, dequantize_float8, dequantize_mxfp4
 from .directory import CheckpointFiles, TensorInfo
 
+_MXFP4_GROUP = 32
+_E8M0_NAN = 255
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, *_E8M0_DTYPES)
@@ -136,13 +144,13 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
 def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape = (*numbers.shape[:-1], 2 * numbers.shape[-1]) if numbers.shape else ()
-    expected = (*shape[:-1], shape[-1] // MXFP4_GROUP) if shape else ()
+    expected = (*shape[:-1], shape[-1] // _MXFP4_GROUP) if shape else ()
     wrong = []
     if scales.dtype not in _E8M0_DTYPES:
         wrong.append(
             f"wrong dtype: {names[1]}, the scales of packed float4, is {dtype_name(scales.dtype)}, must be e8m0"
         )
-    if len(shape) < 2 or shape[-1] % MXFP4_GROUP or scales.shape != expected:
+    if len(shape) < 2 or shape[-1] % _MXFP4_GROUP or scales.shape != expected:
         wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {numbers.shape}")
     return shape, wrong
 
@@ -153,12 +161,12 @@ def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], 
     groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
     if {numbers.dtype, scales.dtype} != {torch.uint8}:
         wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {dtype_name(numbers.dtype)}")
-    if not groups or num_bytes != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
+    if not groups or num_bytes != _MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
         wrong.append(
             f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
-            f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
+            f"must be [..., groups, {_MXFP4_GROUP // 2}] with scales [..., groups]"
         )
-    return (*shape[:-2], groups * MXFP4_GROUP), wrong
+    return (*shape[:-2], groups * _MXFP4_GROUP), wrong
 
 
 _ENCODINGS = {
@@ -171,3 +179,45 @@ _ENCODINGS = {
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dequantize_float8(
+    weight: Tensor,  # [..., N, K] float8
+    scale: Tensor,  # [..., ceil(N / block), ceil(K / block)] float32, float8_e8m0fnu, or uint8 as an e8m0 number
+    block: tuple[int, int],
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """Multiply every block by its scale.
+
+    Raises:
+        ValueError: a scale is not finite; the message contains `name`.
+    """
+    scale = decode_scales(scale)
+    if not scale.isfinite().all():
+        raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
+    return multiply_blocks(weight.float(), scale, block)
+
+
+def dequantize_mxfp4(
+    blocks: Tensor,  # [..., N, K / 32, 16] uint8
+    scales: Tensor,  # [..., N, K / 32] uint8
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """Look up every number and multiply it by its group's power of two. The result is exact.
+
+    Raises:
+        ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.
+    """
+    if (scales == _E8M0_NAN).any():
+        raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
+    return decode_mxfp4(blocks, scales)
+
+
+def dequantize_float4(
+    packed: Tensor,  # [..., N, K / 2] int8
+    scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """As `dequantize_mxfp4`."""
+    blocks = packed.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
+    return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)

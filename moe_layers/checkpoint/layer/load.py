@@ -16,16 +16,14 @@ from ...architectures import RECORD, ModelConfig, read_config
 from ...checks import first_three, whole_state
 from ...config import MoEConfig
 from ...experts.stored import QuantizedExperts
-from ..files.directory import CONFIG, CheckpointFiles, read_json
-from ..files.host_memory import prefer_huge_pages
+from ..files.directory import CONFIG, CheckpointFiles, prefer_huge_pages, read_json
 from ..files.hub import HubModel
 from ..files.layouts import Sizes, copy_expert, published_layouts
 from ..files.quantization_config import float8_block
 from ..files.recognition import select_block
 from .kept import WEIGHTS, fill_stored, keep_stored_weights
-from .plan import Fill, Plan, Planner
+from .plan import CheckpointSource, Fill, Plan, Planner
 from .report import LoadedTensor, LoadReport
-from .source import CheckpointSource
 
 if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as PyTorch
     from ...parallel.expert_parallel import ExpertParallel

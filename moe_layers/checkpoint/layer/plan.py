@@ -1,4 +1,7 @@
-"""Plans a load: matches every tensor of a block with a parameter before any tensor is read."""
+"""Plans a load: matches every tensor of a block with a parameter before any tensor is read.
+
+The layer keeps the names of its tensors as a `CheckpointSource`, to be written back under them.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,44 @@ class Plan:
     sizes: Sizes
     fills: list[Fill] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Names of the block that a layer was read from.
+
+    Attributes:
+        config: the complete `config.json`.
+        layout: name of the experts' layout.
+        names: full tensor names of the router and other single parameters, by parameter.
+        shapes: shapes of these tensors on disk; some biases are [1, E] there.
+        shared: key table of the shared expert, with full names.
+        dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
+    """
+
+    config: dict
+    prefix: str
+    layer: int
+    layout: str
+    names: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    shared: tuple[Key, ...]
+    dotted_scales: bool = False
+
+    @classmethod
+    def of(cls, config: dict, block: Block, plan: Plan) -> CheckpointSource:
+        others = [fill for fill in plan.fills if fill.experts is None]
+        single = [fill for fill in others if fill.key is None]
+        return cls(
+            config=config,
+            prefix=block.prefix,
+            layer=block.layer,
+            layout=plan.layout.name,
+            names={fill.parameter: fill.stored.name for fill in single},
+            shapes={fill.parameter: fill.stored.shape for fill in single},
+            shared=tuple(Key(fill.stored.name, fill.key.parts) for fill in others if fill.key is not None),
+            dotted_scales=any(f.stored.names[-1].endswith(".scale") for f in plan.fills if f.experts is not None),
+        )
 
 
 class Planner:

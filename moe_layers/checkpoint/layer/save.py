@@ -19,7 +19,7 @@ from ..files.layouts import Key, Layout, Sizes, find_layout
 from ..files.quantization_config import with_quantization, without_quantization
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
 from .kept import check_writable, stored_matrices
-from .source import CheckpointSource
+from .plan import CheckpointSource
 
 
 def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
