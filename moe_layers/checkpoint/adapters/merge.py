@@ -201,8 +201,7 @@ def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:
             stored = found.experts[short]
             if stored.shape != key.shape(sizes):
                 raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")
-            full_name = found.block.weights[short][0]
-            yield Output(full_name, stored.shape, stored.dtype, reader.maker(key, number, stored.dtype))
+            yield reader.output(found.block.weights[short][0], key, number, stored.dtype)
 
 
 def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gated: bool) -> None:

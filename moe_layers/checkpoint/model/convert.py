@@ -144,9 +144,7 @@ def _expert_outputs(
     reader = ExpertReader(found, source, sizes)
     for key in target.select(bias=found.bias):
         for number, name in key.names(sizes.num_experts):
-            yield Output(
-                found.block.prefix + name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype)
-            )
+            yield reader.output(found.block.prefix + name, key, number, dtype)
 
 
 def _check_renamed(found: BlockSurvey) -> None:
@@ -170,22 +168,20 @@ class ExpertReader:
     layout: Layout
     sizes: Sizes
 
-    def dtype(self, key: Key, dequantized: torch.dtype) -> torch.dtype:
-        stored = self._stored(self._key(key.parts[0], key.bias), 0)
-        return stored.dtype if stored.encoding == "plain" else dequantized
-
-    def maker(self, key: Key, number: int | None, dequantized: torch.dtype) -> Callable[[CheckpointFiles], Tensor]:
-        """Return the function that makes the tensor of `key`, for one expert or, if `number` is None, for all."""
+    def output(self, name: str, key: Key, number: int | None, dequantized: torch.dtype) -> Output:
+        """Return the tensor of `key`, for one expert or, if `number` is None, for all."""
+        stored, shape = self._stored(self._key(key.parts[0], key.bias), 0), key.shape(self.sizes)
+        dtype = stored.dtype if stored.encoding == "plain" else dequantized
 
         def make(files: CheckpointFiles) -> Tensor:
-            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             for expert in range(self.sizes.num_experts) if number is None else (number,):
                 places = key.disk_parts(key.matrix_of(tensor, expert, self.sizes))
                 for part, place in zip(key.parts, places, strict=True):
                     place.copy_(self.part(files, part, expert, bias=key.bias))
             return tensor
 
-        return make
+        return Output(name, shape, dtype, make)
 
     def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
         key = self._key(part, bias)
