@@ -48,9 +48,10 @@ class Stored:
 
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
         """Return the weight, or a range of its first axis, on `device`. Dequantises to float32."""
+        numbers, *others = (files.read(name, rows).to(device) for name in self.names)
         if self.encoding == "plain":
-            return files.read(self.names[0], rows)
-        numbers, scales = (files.read(name, rows).to(device) for name in self.names)
+            return numbers
+        (scales,) = others
         if self.encoding == "float4":
             return dequantize_float4(numbers, scales, self.name)
         if self.encoding == "float8":
@@ -101,10 +102,15 @@ def describe(
     infos = [files.info(part) for part in names]
     if encoding == "float8" and infos[0].dtype == torch.int8:
         encoding = "float4"
-    shape, wrong = _ENCODINGS[encoding](name, names, infos, block)
-    problems.extend(wrong)
-    if shape is None:
-        return None
+    shape = infos[0].shape
+    if encoding == "plain":
+        if infos[0].dtype in _FLOAT8:
+            kind = dtype_name(infos[0].dtype)
+            problems.append(f"missing: {name}_scale_inv, the scales of {name}, which is {kind}")
+            return None
+    else:
+        shape, wrong = _ENCODINGS[encoding](names, infos, block)
+        problems.extend(wrong)
     return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
 
 
@@ -119,18 +125,11 @@ def describe_all(
     return {key: stored for key, stored in described.items() if stored is not None}
 
 
-# The shape of a weight, or None if it cannot be read, and the errors of the weight's tensors.
-_Finding = tuple[tuple[int, ...] | None, list[str]]
+# The shape of a weight, and the errors of its tensors.
+_Finding = tuple[tuple[int, ...], list[str]]
 
 
-def _describe_plain(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
-    (numbers,) = infos
-    if numbers.dtype in _FLOAT8:
-        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {dtype_name(numbers.dtype)}"]
-    return numbers.shape, []
-
-
-def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_float8(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
     expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
@@ -141,7 +140,7 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     return shape, wrong
 
 
-def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_float4(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape = (*numbers.shape[:-1], 2 * numbers.shape[-1]) if numbers.shape else ()
     expected = (*shape[:-1], shape[-1] // _MXFP4_GROUP) if shape else ()
@@ -155,7 +154,7 @@ def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     return shape, wrong
 
 
-def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_mxfp4(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
     groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
@@ -169,12 +168,7 @@ def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], 
     return (*shape[:-2], groups * _MXFP4_GROUP), wrong
 
 
-_ENCODINGS = {
-    "plain": _describe_plain,
-    "float8": _describe_float8,
-    "float4": _describe_float4,
-    "mxfp4": _describe_mxfp4,
-}
+_ENCODINGS = {"float8": _describe_float8, "float4": _describe_float4, "mxfp4": _describe_mxfp4}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

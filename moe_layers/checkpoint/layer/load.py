@@ -197,12 +197,13 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
         if fill.key is None:
             parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
         elif fill.experts is None:
-            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=config.shared_is_gated)
+            matrix = fill.stored.read(files, None, parameter.device)
+            copy_expert(fill.key, matrix, parameter, gated=config.shared_is_gated)
         else:
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
                 if not _read_in_place(fill, files, expert, plan.sizes, share, config.is_gated):
-                    rows = _read(fill, files, fill.key.rows_of_expert(expert, plan.sizes), parameter)
+                    rows = fill.stored.read(files, fill.key.rows_of_expert(expert, plan.sizes), parameter.device)
                     copy_expert(fill.key, fill.key.without_experts(rows), share, gated=config.is_gated)
 
 
@@ -215,10 +216,6 @@ def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes
         return False
     files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
     return True
-
-
-def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) -> Tensor:
-    return fill.stored.read(files, rows, like.device).to(like.device)
 
 
 def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> range:
