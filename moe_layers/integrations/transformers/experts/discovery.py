@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ....checks import first_three
-from .expert_classes import ATTENTION, REFUSED, SWAPS
+from .expert_classes import ATTENTION, REFUSED, swap_of
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
 from .parametrized import check_stored
 from .replaced_forwards import has_other_forward
@@ -78,19 +78,15 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
 
 
 def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
-    own_class = type_before_parametrizations(module)
-    kind = own_class.__name__
     if has_interface(module):
         make_spec = interface_spec
         forwards: dict[nn.Module, Callable[..., object]] = {}
         if id(module.config) not in selectable:
             forwards[module] = experts_forward
     else:
-        if kind not in SWAPS or not own_class.__module__.startswith("transformers."):
+        swap, oldest = swap_of(module), _OLDEST.get(type_before_parametrizations(module).__name__, "0")
+        if swap is None or Version(transformers.__version__) < Version(oldest):
             return None
-        if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
-            return None
-        swap = SWAPS[kind]
         make_spec, forwards = swap.spec, {module: swap.forward}
         if swap.caller_forward is not None:
             callers = _around(model, module, swap.caller)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from moe_kernels import Activation, ExpertAdapters
 from moe_kernels.types import Weight
@@ -189,6 +190,13 @@ SWAPS = {
     "Step3p7Experts": Swap(experts_forward, _step3p7),
     "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
 }
+
+
+def swap_of(module: nn.Module) -> Swap | None:
+    """Return the replacement of an experts module of transformers without an experts interface, else None."""
+    own_class = type_before_parametrizations(module)
+    return SWAPS.get(own_class.__name__) if own_class.__module__.startswith("transformers.") else None
+
 
 # Mixtures of attention, whose experts project queries. The model's own code computes them.
 ATTENTION = ("JetMoeMoA",)
