@@ -270,11 +270,7 @@ def _check_whole(root: nn.Module) -> None:
 
 
 def _config_of(root: Any) -> Any:
-    """Return the text configuration of a transformers model; None for other modules.
-
-    Raises:
-        ValueError: the module holds a transformers model below others.
-    """
+    """Return the text configuration of a transformers model, or None for a module that holds no such model."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None

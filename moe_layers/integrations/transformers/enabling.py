@@ -16,9 +16,11 @@ added before or after `enable`. Needs transformers 5.7 or later; reads adapters 
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
 
@@ -54,6 +56,12 @@ STATE = "_moe_layers_state"  # attribute of an enabled model
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
+
+
+def transformers_has(module: str, name: str) -> bool:
+    """Return whether a module of this transformers version exists and has a member of this name."""
+    path = f"transformers.{module}"
+    return find_spec(path) is not None and hasattr(importlib.import_module(path), name)
 
 
 @dataclass(frozen=True)

@@ -186,11 +186,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 
 def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
-    """Return the experts to shard.
-
-    Raises:
-        ValueError: the model cannot be sharded.
-    """
+    """Return the experts to shard. Raise ValueError if the model cannot be sharded."""
     state = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"the model must have been given to enable, got {type(model).__name__}")
