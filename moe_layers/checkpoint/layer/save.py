@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from ...architectures import OWN_MODEL_TYPE, RECORD
 from ...checks import first_three, is_dtensor, whole_state
 from ...config import MoEConfig
 from ...experts.stored import QuantizedExperts, stored
-from ..files.blocks import OTHER_NAMES, check_names
+from ..files.blocks import OTHER_NAMES, check_names, shared_keys
 from ..files.layouts import Key, Layout, Sizes, find_layout
 from ..files.quantization_config import with_quantization, without_quantization
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -141,7 +142,8 @@ def _shared_expert(
     if config.shared_d_ff is None:
         return
     gated = config.shared_is_gated
-    for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
+    own = (replace(key, name=prefix + key.name) for key in shared_keys(gated=gated)[0])
+    for key in own if source is None else source.shared:
         stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
         yield key.name, _expert_tensor(key, stack_of_one, None, gated)[0]
 
@@ -165,11 +167,6 @@ def _experts(
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
         del weight  # before the next one is read
-
-
-def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
-    parts = ("gate", "up", "down") if gated else ("up", "down")
-    return [Key(f"{prefix}shared_expert.{part}_proj.weight", (part,)) for part in parts]
 
 
 @torch.no_grad()
