@@ -24,8 +24,6 @@ from .replaced_forwards import has_other_forward
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
-# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
-_OLDEST = {"DbrxExperts": "5.17", "JetMoeMoE": "5.23"}
 
 
 @dataclass(frozen=True)
@@ -84,8 +82,8 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
         if id(module.config) not in selectable:
             forwards[module] = experts_forward
     else:
-        swap, oldest = swap_of(module), _OLDEST.get(type_before_parametrizations(module).__name__, "0")
-        if swap is None or Version(transformers.__version__) < Version(oldest):
+        swap = swap_of(module)
+        if swap is None or Version(transformers.__version__) < Version(swap.oldest):
             return None
         make_spec, forwards = swap.spec, {module: swap.forward}
         if swap.caller_forward is not None:

@@ -143,12 +143,14 @@ class Swap:
         spec: makes the ExpertsSpec from the experts module and an implementation.
         caller: class of the surrounding block, if its forward must also be replaced; else "".
         caller_forward: replaces the forward of that block.
+        oldest: the oldest supported version of transformers.
     """
 
     forward: Callable[..., object]
     spec: Callable[[nn.Module, str | None], ExpertsSpec]
     caller: str = ""
     caller_forward: Callable[..., object] | None = None
+    oldest: str = "0"
 
 
 def _swiglu_like(experts: Any, act_fn: Callable[[Tensor], Tensor]) -> Activation:
@@ -184,11 +186,12 @@ def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
 
 SWAPS = {
     "FP8Experts": Swap(experts_forward, float8_spec),
-    "DbrxExperts": Swap(_dbrx_forward, _dbrx),
+    # Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
+    "DbrxExperts": Swap(_dbrx_forward, _dbrx, oldest="5.17"),
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
     "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),
     "Step3p7Experts": Swap(experts_forward, _step3p7),
-    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
+    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe, oldest="5.23"),
 }
 
 
