@@ -21,10 +21,9 @@ from ..experts.lora.adapters import active_adapters, joined
 from ..experts.lora.merging import add_adapters
 from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, check_engine, engine_layout
-from .values import LayerValue, Reader, Value, gathered, own_memory, peft_class
+from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
-_SCALES = "_scale_inv"
 
 
 def iter_weights(
@@ -88,7 +87,7 @@ class _Stream:
         experts = {value.name: value for value in values if value.experts is not None}
         # Renaming needs all names of a layer, but no values.
         for name in experts:
-            if not name.endswith(_SCALES):
+            if not name.endswith(SCALES):
                 held[name] = torch.empty((1, 4) if name.endswith("_bias") else (1, 4, 4), device="meta")
         disk = self._renamed(held)
         del held
@@ -152,7 +151,7 @@ def _naming(root: Any) -> SimpleNamespace:
 def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices, biases or scales of each expert as views of a parameter of all experts."""
     experts, leaf = value.experts, value.name.rpartition(".")[2]
-    suffix = _SCALES if leaf.endswith(_SCALES) else ""
+    suffix = SCALES if leaf.endswith(SCALES) else ""
     memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=layout.holds_biases)
     held = next(key for key in memory.keys if key.name == f"experts.{leaf.removesuffix(suffix)}")
     if suffix and tensor.shape[1] % len(held.parts):

@@ -14,7 +14,7 @@ from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # children by which torch.compile and others hold a module
-_SCALES = "_scale_inv"
+SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -95,12 +95,12 @@ class Reader(NamedTuple):
                 _check_tied(*seen[id(tensor)], full, added)
                 continue
             seen[id(tensor)] = full, added
-            if name.endswith(_SCALES) and name.removesuffix(_SCALES) in held and not self.keep_quantized:
+            if name.endswith(SCALES) and name.removesuffix(SCALES) in held and not self.keep_quantized:
                 continue
             read = partial(self._plain, full, tensor)
-            if (scales := held.get(name + _SCALES)) is not None and not self.keep_quantized:
+            if (scales := held.get(name + SCALES)) is not None and not self.keep_quantized:
                 read = partial(self._dequantized, full, tensor, scales, getattr(module, "block_size", None))
-            holder = experts if name.removesuffix(_SCALES).removesuffix("_bias") in _EXPERTS else None
+            holder = experts if name.removesuffix(SCALES).removesuffix("_bias") in _EXPERTS else None
             yield _changed(full, read, added, holder, tensor)
 
     def _parametrised(self, module: Any, full: str, name: str, chain: Any, added: list[LowRank]) -> Iterator[Value]:

@@ -164,7 +164,7 @@ def save_sharded(
 
 
 def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and buffers by name, and metadata of the files. Raise ValueError if it cannot be saved."""
+    """Return parameters, buffers and metadata of the files, or raise ValueError if the model cannot be saved."""
     check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
     if not sharded_experts(model):
         raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
