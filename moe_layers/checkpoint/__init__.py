@@ -1,9 +1,9 @@
 """Layer parameters in safetensors files, of this package or of published models."""
 
 from .layer.load import load_layer, load_safetensors
+from .layer.plan import CheckpointSource
 from .layer.report import LoadedTensor, LoadReport
 from .layer.save import save_layer, save_safetensors
-from .layer.source import CheckpointSource
 from .model.repair import RepairReport, repair
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..checks import check_choice, first_three
+from ..checks import first_three
 
 _PER_EXPERT = (
     "qwen2_moe",
@@ -47,10 +47,6 @@ _ENGINES = {
     "sglang": {**_BOTH, "llama4": "transposed"},
 }
 LAYOUTS = ("huggingface", *_ENGINES)
-
-
-def check_layout(layout: str) -> None:
-    check_choice("iter_weights", "layout", layout, LAYOUTS)
 
 
 def engine_layout(engine: str, *model_types: str | None) -> str:

@@ -16,15 +16,14 @@ from ..architectures import ARCHITECTURES, read_config
 from ..checkpoint.files.blocks import Block, check_names, find_blocks, matching_layouts
 from ..checkpoint.files.layouts import Layout, find_layout
 from ..checkpoint.layer.save import layer_tensors, layout_to_write, prefix_of
-from ..checks import check_kind
+from ..checks import check_choice, check_kind
 from ..experts.lora.adapters import active_adapters, joined
 from ..experts.lora.merging import add_adapters
 from ..experts.stored import QuantizedExperts, stored
-from .engines import check_engine, check_layout, engine_layout
-from .values import LayerValue, Reader, Value, gathered, own_memory, peft_class
+from .engines import LAYOUTS, check_engine, engine_layout
+from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
-_SCALES = "_scale_inv"
 
 
 def iter_weights(
@@ -53,7 +52,7 @@ def iter_weights(
             them; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
-    check_layout(layout)
+    check_choice("iter_weights", "layout", layout, LAYOUTS)
     root: Any = _unwrapped(model)
     _check_whole(root)
     config = _config_of(root)
@@ -88,7 +87,7 @@ class _Stream:
         experts = {value.name: value for value in values if value.experts is not None}
         # Renaming needs all names of a layer, but no values.
         for name in experts:
-            if not name.endswith(_SCALES):
+            if not name.endswith(SCALES):
                 held[name] = torch.empty((1, 4) if name.endswith("_bias") else (1, 4, 4), device="meta")
         disk = self._renamed(held)
         del held
@@ -152,7 +151,7 @@ def _naming(root: Any) -> SimpleNamespace:
 def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the matrices, biases or scales of each expert as views of a parameter of all experts."""
     experts, leaf = value.experts, value.name.rpartition(".")[2]
-    suffix = _SCALES if leaf.endswith(_SCALES) else ""
+    suffix = SCALES if leaf.endswith(SCALES) else ""
     memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=layout.holds_biases)
     held = next(key for key in memory.keys if key.name == f"experts.{leaf.removesuffix(suffix)}")
     if suffix and tensor.shape[1] % len(held.parts):
@@ -163,7 +162,7 @@ def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> I
         for key in targets:
             assert len(key.parts) == 1 and key.is_in_order
             part = parts[held.parts.index(key.parts[0])]
-            name = block.prefix + key.name.replace("{e}", str(expert)) + suffix
+            name = block.prefix + key.name_of(expert) + suffix
             yield name, part.squeeze(-1) if key.bias else part
 
 
@@ -270,11 +269,7 @@ def _check_whole(root: nn.Module) -> None:
 
 
 def _config_of(root: Any) -> Any:
-    """Return the text configuration of a transformers model; None for other modules.
-
-    Raises:
-        ValueError: the module holds a transformers model below others.
-    """
+    """Return the text configuration of a transformers model, or None for a module that holds no such model."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None

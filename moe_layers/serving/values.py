@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files.dequantize import dequantize_float8
+from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # children by which torch.compile and others hold a module
-_SCALES = "_scale_inv"
+SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -67,7 +67,7 @@ class Reader(NamedTuple):
     ) -> Iterator[Value | LayerValue]:
         if isinstance(module, MoEFeedForward):
             yield LayerValue(path, module)
-        elif isinstance(module, nn.Module) and peft_class(module) is not None and _is_wrapper(module):
+        elif peft_class(module) is not None and (hasattr(module, "base_layer") or hasattr(module, "original_module")):
             inner, added = _unwrapped(module, path)
             merged = {name: [*changes.get(name, ()), *adapters] for name, adapters in added.items()}
             yield from self._walk(inner, path, {**changes, **merged}, seen)
@@ -86,54 +86,40 @@ class Reader(NamedTuple):
         held |= {n: b for n, b in module._buffers.items() if b is not None and n not in temporary}
         computed: Any = getattr(module, "parametrizations", {})
         for name, chain in computed.items():
-            yield from self._parametrised(module, path, name, chain, changes)
+            yield from self._parametrised(module, _join(path, name), name, chain, changes.get(name, []))
         down = held.get("down_proj")
         experts = module if "down_proj" in computed or (down is not None and down.dim() == 3) else None
         for name, tensor in held.items():
-            full = _join(path, name)
+            full, added = _join(path, name), changes.get(name, [])
             if id(tensor) in seen:
-                _check_tied(*seen[id(tensor)], full, changes.get(name, []))
+                _check_tied(*seen[id(tensor)], full, added)
                 continue
-            seen[id(tensor)] = full, changes.get(name, [])
-            scales = held.get(name + _SCALES)
-            if name.endswith(_SCALES) and name.removesuffix(_SCALES) in held and not self.keep_quantized:
+            seen[id(tensor)] = full, added
+            if name.endswith(SCALES) and name.removesuffix(SCALES) in held and not self.keep_quantized:
                 continue
-            read: Callable[[], Tensor]
-            if scales is not None and not self.keep_quantized:
+            read = partial(self._plain, full, tensor)
+            if (scales := held.get(name + SCALES)) is not None and not self.keep_quantized:
                 read = partial(self._dequantized, full, tensor, scales, getattr(module, "block_size", None))
-            else:
-                read = partial(self._plain, full, tensor)
-            holder = experts if name.removesuffix(_SCALES).removesuffix("_bias") in _EXPERTS else None
-            yield self._changed(full, read, changes.get(name), holder, tensor)
+            holder = experts if name.removesuffix(SCALES).removesuffix("_bias") in _EXPERTS else None
+            yield _changed(full, read, added, holder, tensor)
 
-    def _parametrised(
-        self, module: Any, path: str, name: str, chain: Any, changes: Mapping[str, list[LowRank]]
-    ) -> Iterator[Value]:
-        full = _join(path, name)
+    def _parametrised(self, module: Any, full: str, name: str, chain: Any, added: list[LowRank]) -> Iterator[Value]:
         if not self.keep_quantized:
-            read = partial(_computed, full, module, name)
-            yield self._changed(full, read, changes.get(name), module, next(chain.parameters()))
+            yield _changed(full, lambda: gathered(full, getattr(module, name)), added, module, next(chain.parameters()))
             return
-        if len(chain) != 1 or type(chain[0]).__name__ != "StoredMxfp4" or changes.get(name):
+        if len(chain) != 1 or type(chain[0]).__name__ != "StoredMxfp4" or added:
             raise ValueError(
                 f"iter_weights: keep_quantized needs FP8 or MXFP4 without adapters, got {full}; omit keep_quantized"
             )
-        yield Value(f"{full}_blocks", partial(_whole, full, chain.original))
-        yield Value(f"{full}_scales", partial(_whole, full, chain[0].scales))
-
-    def _changed(
-        self, name: str, read: Callable[[], Tensor], changes: list[LowRank] | None, experts: Any, held: Tensor
-    ) -> Value:
-        if not changes:
-            return Value(name, read, experts)
-        return Value(name, lambda: _add(name, own_memory(read(), held), changes), experts)
+        yield Value(f"{full}_blocks", partial(gathered, full, chain.original))
+        yield Value(f"{full}_scales", partial(gathered, full, chain[0].scales))
 
     def _plain(self, name: str, tensor: Any) -> Tensor:
         if type(tensor).__name__ == "Params4bit" and not self.keep_quantized:
             from bitsandbytes.functional import dequantize_4bit
 
             return dequantize_4bit(tensor.data, tensor.quant_state)
-        tensor = _whole(name, tensor)
+        tensor = gathered(name, tensor)
         if type(tensor).__module__.partition(".")[0] != "torch" or (
             tensor.element_size() == 1 and not self.keep_quantized
         ):
@@ -149,12 +135,18 @@ class Reader(NamedTuple):
                 f"iter_weights: {full} must be float8_e4m3fn with scales of blocks, got {numbers.dtype} with "
                 f"block_size={block}; pass keep_quantized=True"
             )
-        numbers, scales = _whole(full, numbers), _whole(full, scales)
+        numbers, scales = gathered(full, numbers), gathered(full, scales)
         out = torch.empty_like(numbers, dtype=self.dtype)
         by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
         for matrix, stored, scale in by_expert:  # the numbers and scales in float32 are larger than the result
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
+
+
+def _changed(name: str, read: Callable[[], Tensor], added: list[LowRank], experts: Any, held: Tensor) -> Value:
+    if not added:
+        return Value(name, read, experts)
+    return Value(name, lambda: _add(name, own_memory(read(), held), added), experts)
 
 
 def _check_tied(first: str, of_first: list[LowRank], second: str, of_second: list[LowRank]) -> None:
@@ -169,8 +161,8 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _whole(name: str, tensor: Any) -> Tensor:
-    """Return the tensor of all ranks. Each of them must call this in the same order."""
+def gathered(name: str, tensor: Any) -> Tensor:
+    """Return the tensor of all ranks, which call this in the same order. Serves as a `local_share` that is no share."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         from ..parallel.collectives import full_tensor
@@ -181,22 +173,9 @@ def _whole(name: str, tensor: Any) -> Tensor:
     return tensor
 
 
-def _computed(full: str, module: nn.Module, name: str) -> Tensor:
-    return _whole(full, getattr(module, name))
-
-
-def gathered(name: str, tensor: Tensor) -> Tensor:
-    """Return a parameter of all ranks; a `local_share` that is no share."""
-    return _whole(name, tensor)
-
-
 def peft_class(module: nn.Module) -> str | None:
     """Return the name of the class of PEFT that a module is of. FSDP2 derives classes from those of modules."""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")), None)
-
-
-def _is_wrapper(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer") or hasattr(module, "original_module")
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
@@ -248,7 +227,7 @@ def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
 
 def _factors(name: str, change: LowRank) -> tuple[Tensor, Tensor]:  # [E, rows, r] and [E, r, columns]
     wrapper, adapter = change
-    a, b = (_whole(name, factor[adapter].weight) for factor in (wrapper.lora_A, wrapper.lora_B))
+    a, b = (gathered(name, factor[adapter].weight) for factor in (wrapper.lora_A, wrapper.lora_B))
     if peft_class(wrapper) != "ParamWrapper" or wrapper.num_experts == 1:
         return b.unsqueeze(0), a.unsqueeze(0)
     a = a.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]

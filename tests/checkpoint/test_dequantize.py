@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe_layers.checkpoint.files.dequantize import dequantize_float4
+from moe_layers.checkpoint.files.stored_weights import dequantize_float4
 
 
 @pytest.mark.parametrize("as_uint8", [True, False])

@@ -122,7 +122,11 @@ def read_peft_adapter(
     """
     if orientation not in (None, *ORIENTATIONS):
         raise ValueError(f"lora: orientation must be one of {ORIENTATIONS} or None, got {orientation!r}")
-    config, tensors = _read_files(Path(directory))
+    config, file = read_json(Path(directory, ADAPTER_CONFIG)), Path(directory, ADAPTER_FILE)
+    if not file.is_file():
+        raise ValueError(f"lora: {file.parent} must hold {ADAPTER_FILE}, which is missing")
+    check_plain(config)
+    tensors = load_file(file)
     pairs = _pairs(tensors, config)
     found, told_by = _orientation(pairs, config, orientation)
     layers, shapes = {}, {}
@@ -137,14 +141,6 @@ def read_peft_adapter(
     report = AdapterReport(str(directory), found, told_by, used, tuple(others), shapes)
     gated = frozenset(pair.prefix for pair in pairs if pair.parameter == "gate_up_proj")
     return PeftAdapter(layers, gated, others, config, report)
-
-
-def _read_files(directory: Path) -> tuple[dict, dict[str, Tensor]]:
-    config = read_json(directory / ADAPTER_CONFIG)
-    if not (directory / ADAPTER_FILE).is_file():
-        raise ValueError(f"lora: {directory} must hold {ADAPTER_FILE}, which is missing")
-    check_plain(config)
-    return config, load_file(directory / ADAPTER_FILE)
 
 
 def _pairs(tensors: dict[str, Tensor], config: dict) -> list[_Pair]:
@@ -167,8 +163,7 @@ def _pairs(tensors: dict[str, Tensor], config: dict) -> list[_Pair]:
             names = f"{key}.lora_A.weight", f"{key}.lora_B.weight"
             if missing := [name for name in names if name not in tensors]:
                 raise ValueError(f"lora: {missing[0]} is missing")
-            full_name = f"{prefix.removeprefix(ROOT)}.{parameter}"
-            rank, scale = rank_and_scale(config, full_name)
+            rank, scale = rank_and_scale(config, f"{prefix.removeprefix(ROOT)}.{parameter}")
             a, b = (tensors[name] for name in names)
             if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or len(a) % rank:
                 raise ValueError(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from moe_kernels import ExpertAdapters
@@ -14,15 +17,21 @@ from ...architectures import read_config
 from ...checks import first_three
 from ..files.directory import CONFIG, CheckpointFiles, read_json
 from ..files.layouts import Sizes, published_layouts
-from ..files.quantization_config import float8_block
 from ..files.recognition import block_of_module, stack_of
-from ..files.stored_weights import Stored, describe, group_names
+from ..files.stored_weights import Stored
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
-from ..model.convert import ExpertReader, Output, copy_output, only_layout, write_model
+from ..model.convert import ExpertReader, Output, all_weights, copy_output, only_layout, write_model
 from ..model.survey import BlockSurvey, survey
 from .adapter_files import ROOT, AdapterReport, PeftAdapter, read_peft_adapter
-from .linear import LinearAdapter, linear_adapters, merged_weight
-from .peft_config import check_mergeable
+from .peft_config import check_mergeable, rank_and_scale, targets, targets_below
+
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[AB])\.weight")
+
+
+class _LinearAdapter(NamedTuple):
+    a: Tensor  # [r, in]
+    b: Tensor  # [out, r]
+    scale: float
 
 
 def merge_adapter(
@@ -72,22 +81,19 @@ class _MergedReader(ExpertReader):
         b = b[expert]
         if part != "down" and self.layout.gated:
             b = b.chunk(2)[("gate", "up").index(part)]
-        return merged_weight(weight, a[expert], b, scale)
+        return _merged_weight(weight, a[expert], b, scale)
 
 
 def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[Output]:
     """Return all tensors of the merged checkpoint. Errors are raised here, before anything is written."""
     check_mergeable(loaded.config)
     experts, stacks = _expert_outputs(survey(files), loaded.layers)
-    linear = _by_stored_name(linear_adapters(loaded), stacks)
+    linear = _by_stored_name(_linear_adapters(loaded), stacks)
     if twice := sorted(linear.keys() & experts.keys()):
         raise ValueError(f"lora: a weight must be changed by one adapter, got several of {first_three(twice)}")
-    float8 = float8_block(values, read_config(values, 0))
-    outputs, problems = [], []
-    for name, group in sorted(group_names(files.file_of).items()):
-        stored = describe(files, name, group, float8, problems)
-        if stored is None:
-            continue
+    outputs = []
+    for stored in all_weights(files, values):
+        name = stored.name
         is_changed = name in experts or name in linear
         if stored.encoding != "plain" or (is_changed and not stored.dtype.is_floating_point):
             kind = stored.dtype if stored.encoding == "plain" else stored.encoding
@@ -96,8 +102,6 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
             outputs.append(_merged_linear(stored, linear.pop(name)))
         else:
             outputs.append(experts.get(name) or copy_output(stored, stored.dtype))
-    if problems:
-        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
     if linear:
         raise ValueError(
             f"lora: {files.directory} must hold the weights that the adapter changes, got no {first_three(linear)}"
@@ -126,9 +130,47 @@ def _expert_outputs(
     return outputs, stacks
 
 
-def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) -> dict[str, LinearAdapter]:
+def _linear_adapters(loaded: PeftAdapter) -> dict[str, _LinearAdapter]:
+    """Return the adapters of modules other than experts, by the name of the adapted weight [out, in] in PEFT's keys.
+
+    Raises:
+        ValueError: a tensor is not a factor of a linear layer, or its rank differs from the configuration's.
+    """
+    modules: dict[str, dict[str, Tensor]] = {}
+    others = []
+    for name, tensor in loaded.others.items():
+        if match := _FACTOR.fullmatch(name):
+            modules.setdefault(match["module"], {})[match["factor"]] = tensor
+        else:
+            others.append(name)
+    others += [module for module, factors in modules.items() if len(factors) < 2]
+    others += [m for m in modules if targets_below(m.removeprefix(ROOT), loaded.config) - {"weight"}]
+    if others:
+        raise ValueError(
+            f"lora: only lora_A and lora_B of experts and linear layers merge, got {first_three(others)}; "
+            "PEFT's merge_and_unload merges all"
+        )
+    return {
+        f"{module}.weight": _adapter(module, factors["A"], factors["B"], loaded.config)
+        for module, factors in modules.items()
+    }
+
+
+def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
+    name = module.removeprefix(ROOT)
+    # PEFT's patterns match the own name of a parameter, but the module's name of a linear layer.
+    rank, scale = rank_and_scale(config, f"{name}.weight" if targets(f"{name}.weight", config) else name)
+    if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
+        raise ValueError(
+            f"lora: the factors of {module} must be [{rank}, in] and [out, {rank}], "
+            f"got {list(a.shape)} and {list(b.shape)}"
+        )
+    return _LinearAdapter(a, b, scale)
+
+
+def _by_stored_name(adapters: dict[str, _LinearAdapter], stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
     """Rename the weights of adapters: give their stacks of layers the names on disk."""
-    found: dict[str, LinearAdapter] = {}
+    found: dict[str, _LinearAdapter] = {}
     for key, adapter in adapters.items():
         name = key.removeprefix(ROOT)
         stack = stack_of(name)
@@ -139,13 +181,13 @@ def _by_stored_name(adapters: dict[str, LinearAdapter], stacks: dict[str, str]) 
     return found
 
 
-def _merged_linear(stored: Stored, adapter: LinearAdapter) -> Output:
+def _merged_linear(stored: Stored, adapter: _LinearAdapter) -> Output:
     a, b, scale = adapter
     if stored.shape != (len(b), a.shape[1]):
         raise ValueError(f"lora: the adapter of {stored.name} {list(stored.shape)} is of {[len(b), a.shape[1]]}")
 
     def make(files: CheckpointFiles) -> Tensor:
-        return merged_weight(stored.read(files, None, "cpu"), a, b, scale)
+        return _merged_weight(stored.read(files, None, "cpu"), a, b, scale)
 
     return Output(stored.name, stored.shape, stored.dtype, make)
 
@@ -155,13 +197,11 @@ def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:
     _check_sizes(found, sizes, adapters, layout.gated)
     reader = _MergedReader(found, layout, sizes, adapters)
     for key in layout.select(bias=False):
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            short = key.name.replace("{e}", str(number))
+        for number, short in key.names(sizes.num_experts):
             stored = found.experts[short]
             if stored.shape != key.shape(sizes):
                 raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")
-            full_name = found.block.weights[short][0]
-            yield Output(full_name, stored.shape, stored.dtype, reader.maker(key, number, stored.dtype))
+            yield reader.output(found.block.weights[short][0], key, number, stored.dtype)
 
 
 def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gated: bool) -> None:
@@ -174,3 +214,9 @@ def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gat
                 f"lora: the adapter of {found.block.prefix} must be of {name} weights {list(wanted[name])}, "
                 f"got {[len(a), b.shape[1], a.shape[2]]}"
             )
+
+
+def _merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:  # [out, in]
+    """Return weight + scale * b @ a, computed in float32 (float64 stays) and rounded once."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(dtype) + scale * (b.to(dtype) @ a.to(dtype))).to(weight.dtype)

@@ -157,7 +157,7 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
     """Return the prefixes of blocks: those below which both a router's weight and experts exist."""
-    keys = {key.name.replace("{e}", "0") for layout in LAYOUTS for key in layout.keys if not key.bias}
+    keys = {key.name_of(0) for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
     routers = {
         name.removesuffix(suffix)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterable
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -16,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...checks import first_three
-from .host_memory import memory_of
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_HUGE_BYTES = 4 << 20  # two huge pages
 
 DTYPES = {
     "F64": torch.float64,
@@ -50,6 +52,12 @@ class TensorInfo(NamedTuple):
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
+class _Entry(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str  # its name in the file
+    first_byte: int  # offset in the file
+
+
 def read_json(path: Path) -> dict:
     """Read a JSON object. Raise ValueError if the file is missing or does not hold a JSON object."""
     if not path.is_file():
@@ -75,13 +83,10 @@ class CheckpointFiles:
 
     def __init__(self, directory: str | os.PathLike[str]):
         self.directory = Path(directory)
-        self._open: dict[str, safe_open] = {}
         self._raw: dict[str, FileIO] = {}
-        self._first_bytes: dict[str, dict[str, int]] = {}
-        self._names_in: dict[str, set[str]] = {}
+        self._headers: dict[str, dict[str, _Entry]] = {}
         if (self.directory / SINGLE).is_file():
-            with self._opened(SINGLE) as file:
-                self.file_of = dict.fromkeys(file.keys(), SINGLE)
+            self.file_of = dict.fromkeys(self._header(SINGLE), SINGLE)
         elif (self.directory / INDEX).is_file():
             self.file_of = self._read_index()
         else:
@@ -91,12 +96,6 @@ class CheckpointFiles:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close all files. The next use opens them again."""
-        while self._open:
-            self._open.popitem()[1].__exit__(None, None, None)
         while self._raw:
             self._raw.popitem()[1].close()
 
@@ -105,12 +104,10 @@ class CheckpointFiles:
         return len(set(self.file_of.values()))
 
     def info(self, name: str) -> TensorInfo:
-        with self._handle(name) as file:
-            entry = file.get_slice(name)
-            dtype = entry.get_dtype()
-            if dtype not in DTYPES:
-                raise ValueError(f"checkpoint: the dtype of {name} must be one of {first_three(DTYPES)}, got {dtype}")
-            return TensorInfo(tuple(entry.get_shape()), DTYPES[dtype])
+        entry = self._entry(name)
+        if entry.dtype not in DTYPES:
+            raise ValueError(f"checkpoint: the dtype of {name} must be one of {first_three(DTYPES)}, got {entry.dtype}")
+        return TensorInfo(entry.shape, DTYPES[entry.dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
         """Return the tensor, or a range of its first axis. Only the bytes of that range are read.
@@ -127,20 +124,34 @@ class CheckpointFiles:
             into = torch.empty((stop - start, *shape[1:]) if shape else (), dtype=dtype, device="cpu")
         assert into.dtype == dtype and into.is_contiguous() and into.numel() * size == (stop - start) * prod(shape)
         if into.numel():
-            first = self._first_byte(name) + start * (into.nbytes // max(stop - start, 1))
-            self._read_bytes(self.file_of[name], first, memory_of(into))
+            first = self._entry(name).first_byte + start * (into.nbytes // max(stop - start, 1))
+            self._read_bytes(self.file_of[name], first, _memory_of(into))
         return into
 
-    def _first_byte(self, name: str) -> int:
-        """Return the tensor's offset in its file (https://github.com/huggingface/safetensors#format)."""
-        file_name = self.file_of[name]
-        if file_name not in self._first_bytes:
-            with (self.directory / file_name).open("rb") as file:
+    def _entry(self, name: str) -> _Entry:
+        header = self._header(self.file_of[name])
+        if name not in header:
+            raise ValueError(f"checkpoint: the index puts {name} into {self.file_of[name]}, which does not hold it")
+        return header[name]
+
+    def _header(self, file_name: str) -> dict[str, _Entry]:
+        """Return the tensors of a file by name (https://github.com/huggingface/safetensors#format)."""
+        if file_name not in self._headers:
+            path = self.directory / file_name
+            try:
+                with safe_open(path, framework="pt"):  # checks the header
+                    pass
+            except SafetensorError as error:
+                raise ValueError(f"checkpoint: {path} is damaged or truncated: {error}") from error
+            with path.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            self._first_bytes[file_name] = {key: 8 + length + at["data_offsets"][0] for key, at in header.items()}
-        return self._first_bytes[file_name][name]
+            self._headers[file_name] = {
+                name: _Entry(tuple(held["shape"]), held["dtype"], 8 + length + held["data_offsets"][0])
+                for name, held in header.items()
+            }
+        return self._headers[file_name]
 
     def _read_bytes(self, file_name: str, first: int, memory: memoryview) -> None:
         path = self.directory / file_name
@@ -172,22 +183,18 @@ class CheckpointFiles:
                 f"(for instance for {example_in[missing[0]]})"
             )
 
-    @contextmanager
-    def _opened(self, file_name: str) -> Iterator[safe_open]:
-        path = self.directory / file_name
-        try:
-            if file_name not in self._open:
-                self._open[file_name] = safe_open(path, framework="pt").__enter__()
-            yield self._open[file_name]
-        except SafetensorError as error:
-            raise ValueError(f"checkpoint: {path} is damaged or truncated: {error}") from error
 
-    @contextmanager
-    def _handle(self, name: str) -> Iterator[safe_open]:
-        file_name = self.file_of[name]
-        with self._opened(file_name) as file:
-            if file_name not in self._names_in:
-                self._names_in[file_name] = set(file.keys())
-            if name not in self._names_in[file_name]:
-                raise ValueError(f"checkpoint: the index puts {name} into {file_name}, which does not hold it")
-            yield file
+def _memory_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a contiguous host tensor, which must outlive the view."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def prefer_huge_pages(tensor: Tensor) -> None:
+    """Ask Linux to back untouched memory with huge pages. The first touch of each small page takes longer than reading
+    its bytes from the page cache. The system may ignore this hint."""
+    if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_BYTES:
+        return
+    page = mmap.PAGESIZE
+    first = -(-tensor.data_ptr() // page) * page
+    length = tensor.data_ptr() + tensor.nbytes - first
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)

@@ -7,10 +7,14 @@ a matrix bit by bit, or writes it in the opposite direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from ...config import MoEConfig
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class Sizes:
     num_experts: int
     d_ff: int
     d_model: int
+
+    @classmethod
+    def of(cls, config: MoEConfig) -> Sizes:
+        return cls(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,14 @@ class Key:
     @property
     def per_expert(self) -> bool:
         return "{e}" in self.name
+
+    def name_of(self, expert: int | None) -> str:
+        return self.name.replace("{e}", str(expert))
+
+    def names(self, num_experts: int) -> Iterator[tuple[int | None, str]]:
+        """Yield the number of the expert, None for a tensor of all experts, and the name of each tensor."""
+        for number in range(num_experts) if self.per_expert else (None,):
+            yield number, self.name_of(number)
 
     @property
     def is_in_order(self) -> bool:
@@ -84,6 +100,15 @@ class Key:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
         return slice(expert * step, (expert + 1) * step)
+
+    def matrix_of(self, tensor: Tensor, expert: int, sizes: Sizes) -> Tensor:
+        """Return a view of one expert's share of a tensor on disk, in disk order."""
+        rows = self.rows_of_expert(expert, sizes)
+        return tensor if rows is None else self.without_experts(tensor[rows])
+
+    def without_experts(self, rows: Tensor) -> Tensor:
+        """Return the matrix of one expert from its rows of a tensor."""
+        return rows if self.per_expert or self.flat else rows[0]
 
     def disk_parts(
         self,
@@ -136,63 +161,47 @@ class Layout:
         return any(key.bias for key in self.keys)
 
 
-def _separate(gate: str, up: str, down: str, *, bias: str = "") -> tuple[Key, ...]:
-    """Return one tensor key per projection; `bias` replaces ".weight" in the names of the biases."""
-    names = {"gate": gate, "up": up, "down": down}
-    weights = tuple(Key(name, (part,)) for part, name in names.items() if name)
-    return weights + tuple(Key(key.name.replace(".weight", bias), key.parts, bias=True) for key in weights if bias)
+def _separate(gate: str, up: str, down: str, *, bias: bool = True) -> tuple[Key, ...]:
+    """Return the keys of one linear layer per projection."""
+    parts = {"gate": gate, "up": up, "down": down}
+    weights = tuple(Key(f"{name}.weight", (part,)) for part, name in parts.items() if name)
+    return weights + tuple(Key(f"{name}.bias", (part,), bias=True) for part, name in parts.items() if name and bias)
 
 
 def _fused(
     up: str,
     down: str,
     *,
-    bias: tuple[str, str] = ("", ""),
+    bias: bool = False,
     gated: bool = True,
     transposed: bool = False,
     interleaved: bool = False,
 ) -> tuple[Key, ...]:
     """Return keys with gate and up in one tensor."""
     parts = ("gate", "up") if gated else ("up",)
-    return (
+    weights = (
         Key(up, parts, transposed=transposed, interleaved=interleaved),
         Key(down, ("down",), transposed=transposed),
-        *([Key(bias[0], parts, interleaved=interleaved, bias=True)] if bias[0] else []),
-        *([Key(bias[1], ("down",), bias=True)] if bias[1] else []),
+    )
+    return weights + tuple(
+        replace(key, name=f"{key.name}_bias", transposed=False, bias=True) for key in weights if bias
     )
 
 
-_HF = ("experts.gate_up_proj", "experts.down_proj")
-_HF_BIAS = ("experts.gate_up_proj_bias", "experts.down_proj_bias")
-_PLAIN = ("experts.up_proj", "experts.down_proj")
-_PLAIN_BIAS = ("experts.up_proj_bias", "experts.down_proj_bias")
+_HF = partial(_fused, "experts.gate_up_proj", "experts.down_proj", bias=True)
+_PLAIN = partial(_fused, "experts.up_proj", "experts.down_proj", bias=True, gated=False)
 
 LAYOUTS = (
-    Layout(
-        "per_expert",
-        "A",
-        _separate(
-            "experts.{e}.gate_proj.weight", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight", bias=".bias"
-        ),
-    ),
-    Layout(
-        "per_expert_w123",
-        "B",
-        _separate("experts.{e}.w1.weight", "experts.{e}.w3.weight", "experts.{e}.w2.weight", bias=".bias"),
-    ),
-    Layout(
-        "per_expert",
-        "C",
-        _separate("", "experts.{e}.up_proj.weight", "experts.{e}.down_proj.weight", bias=".bias"),
-        gated=False,
-    ),
-    Layout("fused", "D", _fused(*_HF, bias=_HF_BIAS)),
-    Layout("fused", "D", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False), gated=False),
-    Layout("transposed", "E", _fused(*_HF, bias=_HF_BIAS, transposed=True)),
-    Layout("transposed", "E", _fused(*_PLAIN, bias=_PLAIN_BIAS, gated=False, transposed=True), gated=False),
+    Layout("per_expert", "A", _separate("experts.{e}.gate_proj", "experts.{e}.up_proj", "experts.{e}.down_proj")),
+    Layout("per_expert_w123", "B", _separate("experts.{e}.w1", "experts.{e}.w3", "experts.{e}.w2")),
+    Layout("per_expert", "C", _separate("", "experts.{e}.up_proj", "experts.{e}.down_proj"), gated=False),
+    Layout("fused", "D", _HF()),
+    Layout("fused", "D", _PLAIN(), gated=False),
+    Layout("transposed", "E", _HF(transposed=True)),
+    Layout("transposed", "E", _PLAIN(transposed=True), gated=False),
     Layout("transposed_fc", "E", _fused("experts.fc1.weight", "experts.fc2.weight", transposed=True)),
-    Layout("interleaved", "F", _fused(*_HF, bias=_HF_BIAS, transposed=True, interleaved=True)),
-    Layout("mxfp4", "F", _fused(*_HF, bias=_HF_BIAS, interleaved=True), encoding="mxfp4"),
+    Layout("interleaved", "F", _HF(transposed=True, interleaved=True)),
+    Layout("mxfp4", "F", _HF(interleaved=True), encoding="mxfp4"),
     Layout("linear", "G", _fused("input_linear.weight", "output_linear.weight")),
     Layout(
         "flat",
@@ -203,20 +212,10 @@ LAYOUTS = (
             Key("experts.mlp.w2", ("down",), flat=True, transposed=True),
         ),
     ),
-    Layout("stacked", "I", _separate("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
+    Layout("stacked", "I", _separate("gate_proj", "up_proj", "down_proj", bias=False)),
     Layout("stacked_w13", "I", _fused("experts.w13_weight", "experts.w2_weight", interleaved=True)),
-    Layout(
-        "named",
-        "J",
-        _separate("", "experts.expert_{e}.wi.weight", "experts.expert_{e}.wo.weight", bias=".bias"),
-        gated=False,
-    ),
-    Layout(
-        "named_fc",
-        "J",
-        _separate("", "experts.expert_{e}.fc1.weight", "experts.expert_{e}.fc2.weight", bias=".bias"),
-        gated=False,
-    ),
+    Layout("named", "J", _separate("", "experts.expert_{e}.wi", "experts.expert_{e}.wo"), gated=False),
+    Layout("named_fc", "J", _separate("", "experts.expert_{e}.fc1", "experts.expert_{e}.fc2"), gated=False),
 )
 
 # The layouts in which architectures are published, by `model_type`, if not "fused". They decide between layouts whose

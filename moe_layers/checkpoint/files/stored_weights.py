@@ -1,4 +1,9 @@
-"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales."""
+"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales.
+
+`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 has a scale per block
+(DeepSeek-V3): the tensor on disk is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has a power of
+two per 32 numbers. Packed float4 (DeepSeek-V4) holds the same numbers as int8, with one axis for the bytes of a row.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .dequantize import MXFP4_GROUP, dequantize_float4, dequantize_float8, dequantize_mxfp4
+from moe_kernels.quantization.decode import decode_mxfp4, decode_scales, multiply_blocks
+
+from ...checks import first_three
 from .directory import CheckpointFiles, TensorInfo
 
+_MXFP4_GROUP = 32
+_E8M0_NAN = 255
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _E8M0_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, *_E8M0_DTYPES)
@@ -39,9 +48,10 @@ class Stored:
 
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
         """Return the weight, or a range of its first axis, on `device`. Dequantises to float32."""
+        numbers, *others = (files.read(name, rows).to(device) for name in self.names)
         if self.encoding == "plain":
-            return files.read(self.names[0], rows)
-        numbers, scales = (files.read(name, rows).to(device) for name in self.names)
+            return numbers
+        (scales,) = others
         if self.encoding == "float4":
             return dequantize_float4(numbers, scales, self.name)
         if self.encoding == "float8":
@@ -92,25 +102,34 @@ def describe(
     infos = [files.info(part) for part in names]
     if encoding == "float8" and infos[0].dtype == torch.int8:
         encoding = "float4"
-    shape, wrong = _ENCODINGS[encoding](name, names, infos, block)
-    problems.extend(wrong)
-    if shape is None:
-        return None
+    shape = infos[0].shape
+    if encoding == "plain":
+        if infos[0].dtype in _FLOAT8:
+            kind = dtype_name(infos[0].dtype)
+            problems.append(f"missing: {name}_scale_inv, the scales of {name}, which is {kind}")
+            return None
+    else:
+        shape, wrong = _ENCODINGS[encoding](names, infos, block)
+        problems.extend(wrong)
     return Stored(name, encoding, names, shape, infos[0].dtype, block, sum(info.num_bytes for info in infos))
 
 
-# The shape of a weight, or None if it cannot be read, and the errors of the weight's tensors.
-_Finding = tuple[tuple[int, ...] | None, list[str]]
+def describe_all(
+    files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
+) -> dict[str, Stored]:
+    """Describe the weights, given by any keys as full name and group. Raise ValueError if one cannot be read."""
+    problems: list[str] = []
+    described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
+    if problems:
+        raise ValueError(f"checkpoint: {where}:\n  " + first_three(problems, "\n  "))
+    return {key: stored for key, stored in described.items() if stored is not None}
 
 
-def _describe_plain(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
-    (numbers,) = infos
-    if numbers.dtype in _FLOAT8:
-        return None, [f"missing: {name}_scale_inv, the scales of {name}, which is {dtype_name(numbers.dtype)}"]
-    return numbers.shape, []
+# The shape of a weight, and the errors of its tensors.
+_Finding = tuple[tuple[int, ...], list[str]]
 
 
-def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_float8(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
     expected = (*shape[:-2], *(-(-size // b) for size, b in zip(shape[-2:], block, strict=False)))
@@ -121,41 +140,78 @@ def _describe_float8(name: str, names: tuple[str, ...], infos: list[TensorInfo],
     return shape, wrong
 
 
-def _describe_float4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_float4(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape = (*numbers.shape[:-1], 2 * numbers.shape[-1]) if numbers.shape else ()
-    expected = (*shape[:-1], shape[-1] // MXFP4_GROUP) if shape else ()
+    expected = (*shape[:-1], shape[-1] // _MXFP4_GROUP) if shape else ()
     wrong = []
     if scales.dtype not in _E8M0_DTYPES:
         wrong.append(
             f"wrong dtype: {names[1]}, the scales of packed float4, is {dtype_name(scales.dtype)}, must be e8m0"
         )
-    if len(shape) < 2 or shape[-1] % MXFP4_GROUP or scales.shape != expected:
+    if len(shape) < 2 or shape[-1] % _MXFP4_GROUP or scales.shape != expected:
         wrong.append(f"wrong shape: {names[1]} is {scales.shape}, must be {expected} for {names[0]} {numbers.shape}")
     return shape, wrong
 
 
-def _describe_mxfp4(name: str, names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
+def _describe_mxfp4(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
     numbers, scales = infos
     shape, wrong = numbers.shape, []
     groups, num_bytes = shape[-2:] if len(shape) > 2 else (0, 0)
     if {numbers.dtype, scales.dtype} != {torch.uint8}:
         wrong.append(f"wrong dtype: {names[0]} and {names[1]} must be uint8, got {dtype_name(numbers.dtype)}")
-    if not groups or num_bytes != MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
+    if not groups or num_bytes != _MXFP4_GROUP // 2 or scales.shape != shape[:-1]:
         wrong.append(
             f"wrong shape: {names[0]} is {shape} with scales {scales.shape}, "
-            f"must be [..., groups, {MXFP4_GROUP // 2}] with scales [..., groups]"
+            f"must be [..., groups, {_MXFP4_GROUP // 2}] with scales [..., groups]"
         )
-    return (*shape[:-2], groups * MXFP4_GROUP), wrong
+    return (*shape[:-2], groups * _MXFP4_GROUP), wrong
 
 
-_ENCODINGS = {
-    "plain": _describe_plain,
-    "float8": _describe_float8,
-    "float4": _describe_float4,
-    "mxfp4": _describe_mxfp4,
-}
+_ENCODINGS = {"float8": _describe_float8, "float4": _describe_float4, "mxfp4": _describe_mxfp4}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dequantize_float8(
+    weight: Tensor,  # [..., N, K] float8
+    scale: Tensor,  # [..., ceil(N / block), ceil(K / block)] float32, float8_e8m0fnu, or uint8 as an e8m0 number
+    block: tuple[int, int],
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """Multiply every block by its scale.
+
+    Raises:
+        ValueError: a scale is not finite; the message contains `name`.
+    """
+    scale = decode_scales(scale)
+    if not scale.isfinite().all():
+        raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
+    return multiply_blocks(weight.float(), scale, block)
+
+
+def dequantize_mxfp4(
+    blocks: Tensor,  # [..., N, K / 32, 16] uint8
+    scales: Tensor,  # [..., N, K / 32] uint8
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """Look up every number and multiply it by its group's power of two. The result is exact.
+
+    Raises:
+        ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.
+    """
+    if (scales == _E8M0_NAN).any():
+        raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
+    return decode_mxfp4(blocks, scales)
+
+
+def dequantize_float4(
+    packed: Tensor,  # [..., N, K / 2] int8
+    scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
+    name: str,
+) -> Tensor:  # [..., N, K] float32
+    """As `dequantize_mxfp4`."""
+    blocks = packed.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
+    return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)

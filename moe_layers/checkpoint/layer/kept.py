@@ -95,12 +95,10 @@ def fill_stored(
     """
     assert fill.key is not None
     rows = fill.key.rows_of_expert(expert, sizes)
-    numbers, scales = (files.read(name, rows) for name in fill.stored.names)
+    numbers, scales = (fill.key.without_experts(files.read(name, rows)) for name in fill.stored.names)
     is_finite = as_bits(scales) != 255 if scales.element_size() == 1 else scales.isfinite()
     if not is_finite.all():
         raise ValueError(f"checkpoint: the scales of {fill.stored.name} must be finite")
-    if rows is not None:
-        numbers, scales = numbers[0], scales[0]
     if fill.stored.encoding == "mxfp4":
         numbers = numbers.flatten(1)  # [rows, K / 32, 16] -> [rows, K / 2]
     for name, matrix in (("values", numbers), ("scales", scales)):

@@ -16,16 +16,14 @@ from ...architectures import RECORD, ModelConfig, read_config
 from ...checks import first_three, whole_state
 from ...config import MoEConfig
 from ...experts.stored import QuantizedExperts
-from ..files.directory import CONFIG, CheckpointFiles, read_json
-from ..files.host_memory import prefer_huge_pages
+from ..files.directory import CONFIG, CheckpointFiles, prefer_huge_pages, read_json
 from ..files.hub import HubModel
 from ..files.layouts import Sizes, copy_expert, published_layouts
 from ..files.quantization_config import float8_block
 from ..files.recognition import select_block
 from .kept import WEIGHTS, fill_stored, keep_stored_weights
-from .plan import Fill, Plan, Planner
+from .plan import CheckpointSource, Fill, Plan, Planner
 from .report import LoadedTensor, LoadReport
-from .source import CheckpointSource
 
 if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as PyTorch
     from ...parallel.expert_parallel import ExpertParallel
@@ -113,29 +111,6 @@ def load_layer(
         )
     if device is None and mesh is not None:
         device = mesh.device_type  # where parallelize_module puts the experts
-    module, report = _load(
-        layer_class, directory, layer, dtype, device, mesh or experts, implementation, keep_quantized
-    )
-    if mesh is not None:
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        from ...parallel.expert_parallel import ExpertParallel
-
-        # No broadcast is needed, because every rank has read the same files.
-        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
-    return (module, report) if return_report else module
-
-
-def _load(
-    layer_class: Any,
-    directory: str | os.PathLike[str],
-    layer: int | str,
-    dtype: torch.dtype | None,
-    device: torch.device | str | None,
-    experts: range | DeviceMesh | None,
-    implementation: str | None,
-    keep_quantized: bool,
-) -> tuple[Any, LoadReport]:
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     hub = HubModel.named(directory)
@@ -144,7 +119,7 @@ def _load(
         block = select_block(files, layer)
         model_config = read_config(values, block.layer, block.prefix)
         config = MoEConfig.from_hf(model_config.values, block.layer)
-        experts = _checked_experts(experts, config)
+        experts = _checked_experts(mesh or experts, config)
         _require(block.tensors(experts), files, hub)
         module = layer_class.from_config(config, implementation=implementation, device="meta", dtype=dtype)
         if len(experts) < config.num_experts:
@@ -170,7 +145,14 @@ def _load(
     report = LoadReport(*names, *layout, config, experts, tensors, others, parameters=shapes, kept_format=kept)
     report.check()
     module.checkpoint_source = CheckpointSource.of(values, block, plan)
-    return module, report
+    if mesh is not None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from ...parallel.expert_parallel import ExpertParallel
+
+        # No broadcast is needed, because every rank has read the same files.
+        parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
+    return (module, report) if return_report else module
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
@@ -215,13 +197,14 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
         if fill.key is None:
             parameter.copy_(fill.stored.read(files, None, parameter.device).reshape(parameter.shape))
         elif fill.experts is None:
-            copy_expert(fill.key, _read(fill, files, None, parameter), parameter, gated=config.shared_is_gated)
+            matrix = fill.stored.read(files, None, parameter.device)
+            copy_expert(fill.key, matrix, parameter, gated=config.shared_is_gated)
         else:
             for expert in fill.experts:
                 share = parameter[expert - experts.start]
                 if not _read_in_place(fill, files, expert, plan.sizes, share, config.is_gated):
-                    matrix = _read_expert(fill, files, expert, plan.sizes, parameter)
-                    copy_expert(fill.key, matrix, share, gated=config.is_gated)
+                    rows = fill.stored.read(files, fill.key.rows_of_expert(expert, plan.sizes), parameter.device)
+                    copy_expert(fill.key, fill.key.without_experts(rows), share, gated=config.is_gated)
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
@@ -233,18 +216,6 @@ def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes
         return False
     files.read(fill.stored.names[0], fill.key.rows_of_expert(expert, sizes), into=target)
     return True
-
-
-def _read_expert(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, like: Tensor) -> Tensor:
-    """Return one expert's share of a weight, in disk order."""
-    assert fill.key is not None
-    rows = fill.key.rows_of_expert(expert, sizes)
-    matrix = _read(fill, files, rows, like)
-    return matrix if rows is None or fill.key.flat else matrix[0]
-
-
-def _read(fill: Fill, files: CheckpointFiles, rows: slice | None, like: Tensor) -> Tensor:
-    return fill.stored.read(files, rows, like.device).to(like.device)
 
 
 def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> range:

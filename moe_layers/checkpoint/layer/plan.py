@@ -1,4 +1,7 @@
-"""Plans a load: matches every tensor of a block with a parameter before any tensor is read."""
+"""Plans a load: matches every tensor of a block with a parameter before any tensor is read.
+
+The layer keeps the names of its tensors as a `CheckpointSource`, to be written back under them.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,44 @@ class Plan:
     others: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class CheckpointSource:
+    """Names of the block that a layer was read from.
+
+    Attributes:
+        config: the complete `config.json`.
+        layout: name of the experts' layout.
+        names: full tensor names of the router and other single parameters, by parameter.
+        shapes: shapes of these tensors on disk; some biases are [1, E] there.
+        shared: key table of the shared expert, with full names.
+        dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
+    """
+
+    config: dict
+    prefix: str
+    layer: int
+    layout: str
+    names: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    shared: tuple[Key, ...]
+    dotted_scales: bool = False
+
+    @classmethod
+    def of(cls, config: dict, block: Block, plan: Plan) -> CheckpointSource:
+        others = [fill for fill in plan.fills if fill.experts is None]
+        single = [fill for fill in others if fill.key is None]
+        return cls(
+            config=config,
+            prefix=block.prefix,
+            layer=block.layer,
+            layout=plan.layout.name,
+            names={fill.parameter: fill.stored.name for fill in single},
+            shapes={fill.parameter: fill.stored.shape for fill in single},
+            shared=tuple(Key(fill.stored.name, fill.key.parts) for fill in others if fill.key is not None),
+            dotted_scales=any(f.stored.names[-1].endswith(".scale") for f in plan.fills if f.experts is not None),
+        )
+
+
 class Planner:
     """Collects the weights that fill a layer, and all problems found."""
 
@@ -68,7 +109,7 @@ class Planner:
             ValueError: tensors are missing, left over, ambiguous or of a wrong shape; the message names them. Or the
                 number of experts in the configuration differs from that of the tensors.
         """
-        sizes = Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+        sizes = Sizes.of(config)
         stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
         layout = choose_layout(
             self.block, stacked, sizes, gated=config.is_gated, published=published, recorded=recorded
@@ -108,10 +149,8 @@ class Planner:
 
     def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
         for key in plan.layout.select(bias=config.bias):
-            numbers = range(config.num_experts) if key.per_expert else [None]
-            for number in numbers:
-                name = key.name.replace("{e}", str(number))
-                if key.per_expert and number not in experts:
+            for number, name in key.names(config.num_experts):
+                if number is not None and number not in experts:
                     self._skip(plan, name)
                     continue
                 held = experts if number is None else range(number, number + 1)
@@ -128,8 +167,7 @@ class Planner:
         """Skip the weights that transformers writes for zero experts, which nothing reads."""
         for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
             for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
-                name = key.name.replace("{e}", str(number))
-                if key.per_expert and name in self.unused:
+                if key.per_expert and (name := key.name_of(number)) in self.unused:
                     self._skip(plan, name)
 
     def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from ...architectures import OWN_MODEL_TYPE, RECORD
 from ...checks import first_three, is_dtensor, whole_state
 from ...config import MoEConfig
 from ...experts.stored import QuantizedExperts, stored
-from ..files.blocks import OTHER_NAMES, check_names
+from ..files.blocks import OTHER_NAMES, check_names, shared_keys
 from ..files.layouts import Key, Layout, Sizes, find_layout
 from ..files.quantization_config import with_quantization, without_quantization
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
 from .kept import check_writable, stored_matrices
-from .source import CheckpointSource
+from .plan import CheckpointSource
 
 
 def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -88,7 +89,7 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
             layout = "per_expert"
     target = find_layout(layout, gated=config.is_gated, bias=config.bias, encoding=encoding)
     if kept is not None:
-        check_writable(target, kept.format, _sizes(config))
+        check_writable(target, kept.format, Sizes.of(config))
     return target
 
 
@@ -140,13 +141,11 @@ def _shared_expert(
 ) -> Iterator[tuple[str, Tensor]]:
     if config.shared_d_ff is None:
         return
-    gated, sizes = config.shared_is_gated, Sizes(1, config.shared_d_ff, config.d_model)
-    for key in source.shared if source is not None else _own_shared_keys(prefix, gated):
-        yield key.name, _shared_tensor(key, state[f"shared_expert.{key.parameter}"], sizes, gated)
-
-
-def _sizes(config: MoEConfig) -> Sizes:
-    return Sizes(config.num_experts, config.d_ff, config.latent_dim or config.d_model)
+    gated = config.shared_is_gated
+    own = (replace(key, name=prefix + key.name) for key in shared_keys(gated=gated)[0])
+    for key in own if source is None else source.shared:
+        stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
+        yield key.name, _expert_tensor(key, stack_of_one, None, gated)[0]
 
 
 def _experts(
@@ -157,45 +156,30 @@ def _experts(
     for key in target.select(bias=config.bias):
         weight = state[f"experts.{key.parameter}"]
         dotted = key.per_expert and source is not None and source.dotted_scales
-        for number in range(config.num_experts) if key.per_expert else (None,):
-            name = prefix + key.name.replace("{e}", str(number))
+        for number, short in key.names(config.num_experts):
+            name = prefix + short
             if not isinstance(weight, QuantizedExperts):
-                yield name, _expert_tensor(key, weight, number, _sizes(config), target.gated)
+                yield name, _expert_tensor(key, weight, number, target.gated)
                 continue
             for suffix, dtype, matrices in stored_matrices(target, weight):
-                tensor = _expert_tensor(key, matrices, number, _sizes_of(key, matrices, target.gated), target.gated)
+                tensor = _expert_tensor(key, matrices, number, target.gated)
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
         del weight  # before the next one is read
 
 
-def _sizes_of(key: Key, matrices: Tensor, gated: bool) -> Sizes:
-    """Return the sizes of experts whose matrices are these numbers, or these scales."""
-    num_experts, rows, columns = matrices.shape
-    if key.parts == ("down",):
-        return Sizes(num_experts, columns, rows)
-    return Sizes(num_experts, rows // (2 if gated else 1), columns)
-
-
-def _own_shared_keys(prefix: str, gated: bool) -> list[Key]:
-    parts = ("gate", "up", "down") if gated else ("up", "down")
-    return [Key(f"{prefix}shared_expert.{part}_proj.weight", (part,)) for part in parts]
-
-
 @torch.no_grad()
-def _shared_tensor(key: Key, parameter: Tensor, sizes: Sizes, gated: bool) -> Tensor:
-    tensor = torch.empty(key.matrix_shape(sizes), dtype=parameter.dtype, device=parameter.device)
-    key.disk_parts(tensor).copy_(key.parameter_parts(parameter, gated))
-    return tensor
+def _expert_tensor(key: Key, parameter: Tensor, number: int | None, gated: bool) -> Tensor:
+    """Return the tensor of one expert, or of all experts if `number` is None.
 
-
-@torch.no_grad()
-def _expert_tensor(key: Key, parameter: Tensor, number: int | None, sizes: Sizes, gated: bool) -> Tensor:
-    """Return the tensor of one expert, or of all experts if `number` is None."""
+    Args:
+        parameter: numbers [E, rows, columns], their scales, or biases [E, rows].
+    """
+    num_experts, rows, columns = len(parameter), parameter.shape[1], parameter.shape[-1]
+    is_down = key.parts == ("down",)
+    sizes = Sizes(num_experts, *((columns, rows) if is_down else (rows // (2 if gated else 1), columns)))
     tensor = torch.empty(key.shape(sizes), dtype=parameter.dtype, device=parameter.device)
-    for expert in range(sizes.num_experts) if number is None else (number,):
-        rows = key.rows_of_expert(expert, sizes)
-        matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
-        key.disk_parts(matrix).copy_(key.parameter_parts(parameter[expert], gated))
+    for expert in range(num_experts) if number is None else (number,):
+        key.disk_parts(key.matrix_of(tensor, expert, sizes)).copy_(key.parameter_parts(parameter[expert], gated))
     return tensor

@@ -17,7 +17,7 @@ from ..files.directory import CONFIG, CheckpointFiles, read_json
 from ..files.layouts import Key, Layout, Sizes, find_layout
 from ..files.quantization_config import float8_block, without_quantization
 from ..files.recognition import is_main
-from ..files.stored_weights import Stored, describe, group_names
+from ..files.stored_weights import Stored, describe_all, group_names
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
 from ..layer.plan import ambiguous_scales
 from .survey import BlockSurvey, survey
@@ -77,14 +77,13 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
     outputs = []
     for found in surveys:
         outputs += _expert_outputs(found, only_layout(found), layout, dtype)
-    float8 = float8_block(values, read_config(values, 0))
-    problems: list[str] = []
-    for name, group in sorted(group_names(files.file_of).items()):
-        if name not in experts and (stored := describe(files, name, group, float8, problems)) is not None:
-            outputs.append(copy_output(stored, dtype))
-    if problems:
-        raise ValueError(f"checkpoint: {files.directory}:\n  " + first_three(problems, "\n  "))
-    return outputs
+    return outputs + [copy_output(stored, dtype) for stored in all_weights(files, values) if stored.name not in experts]
+
+
+def all_weights(files: CheckpointFiles, values: dict) -> Iterable[Stored]:
+    """Return all weights of a checkpoint, sorted by name. Raise ValueError if one cannot be read."""
+    weights = {name: (name, group) for name, group in sorted(group_names(files.file_of).items())}
+    return describe_all(files, weights, float8_block(values, read_config(values, 0)), str(files.directory)).values()
 
 
 def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
@@ -121,7 +120,7 @@ def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
                 f"but its tensors are of {sizes.num_experts} with d_ff {sizes.d_ff}"
             )
     for key in layout.select(bias=False):
-        stored = found.experts[key.name.replace("{e}", "0")]
+        stored = found.experts[key.name_of(0)]
         if problem := ambiguous_scales(stored, key):
             raise ValueError(f"checkpoint: {problem}")
 
@@ -144,9 +143,8 @@ def _expert_outputs(
     check_names(found.block.prefix, target)
     reader = ExpertReader(found, source, sizes)
     for key in target.select(bias=found.bias):
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            name = found.block.prefix + key.name.replace("{e}", str(number))
-            yield Output(name, key.shape(sizes), reader.dtype(key, dtype), reader.maker(key, number, dtype))
+        for number, name in key.names(sizes.num_experts):
+            yield reader.output(found.block.prefix + name, key, number, dtype)
 
 
 def _check_renamed(found: BlockSurvey) -> None:
@@ -170,37 +168,31 @@ class ExpertReader:
     layout: Layout
     sizes: Sizes
 
-    def dtype(self, key: Key, dequantized: torch.dtype) -> torch.dtype:
-        stored = self._stored(self._key(key.parts[0], key.bias), 0)
-        return stored.dtype if stored.encoding == "plain" else dequantized
-
-    def maker(self, key: Key, number: int | None, dequantized: torch.dtype) -> Callable[[CheckpointFiles], Tensor]:
-        """Return the function that makes the tensor of `key`, for one expert or, if `number` is None, for all."""
+    def output(self, name: str, key: Key, number: int | None, dequantized: torch.dtype) -> Output:
+        """Return the tensor of `key`, for one expert or, if `number` is None, for all."""
+        stored, shape = self._stored(self._key(key.parts[0], key.bias), 0), key.shape(self.sizes)
+        dtype = stored.dtype if stored.encoding == "plain" else dequantized
 
         def make(files: CheckpointFiles) -> Tensor:
-            tensor = torch.empty(key.shape(self.sizes), dtype=self.dtype(key, dequantized), device="cpu")
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
             for expert in range(self.sizes.num_experts) if number is None else (number,):
-                rows = key.rows_of_expert(expert, self.sizes)
-                matrix = tensor if rows is None else tensor[rows] if key.flat else tensor[rows][0]
-                for part, place in zip(key.parts, key.disk_parts(matrix), strict=True):
+                places = key.disk_parts(key.matrix_of(tensor, expert, self.sizes))
+                for part, place in zip(key.parts, places, strict=True):
                     place.copy_(self.part(files, part, expert, bias=key.bias))
             return tensor
 
-        return make
+        return Output(name, shape, dtype, make)
 
     def part(self, files: CheckpointFiles, part: str, expert: int, *, bias: bool) -> Tensor:  # [rows, columns]
         key = self._key(part, bias)
-        rows = key.rows_of_expert(expert, self.sizes)
-        matrix = self._stored(key, expert).read(files, rows, "cpu")
-        if rows is not None and not key.flat:
-            matrix = matrix[0]
-        return key.disk_parts(matrix)[key.parts.index(part)]
+        rows = self._stored(key, expert).read(files, key.rows_of_expert(expert, self.sizes), "cpu")
+        return key.disk_parts(key.without_experts(rows))[key.parts.index(part)]
 
     def _key(self, part: str, bias: bool) -> Key:
         return next(key for key in self.layout.keys if part in key.parts and key.bias == bias)
 
     def _stored(self, key: Key, expert: int) -> Stored:
-        return self.found.experts[key.name.replace("{e}", str(expert))]
+        return self.found.experts[key.name_of(expert)]
 
 
 def write_model(

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from ...architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
-from ...checks import first_three
 from ..files.blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
 from ..files.directory import CONFIG, CheckpointFiles, read_json
 from ..files.layouts import Layout, Sizes, published_layouts
 from ..files.quantization_config import float8_block
-from ..files.stored_weights import Stored, describe
+from ..files.stored_weights import Stored, describe_all
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,8 @@ def survey(files: CheckpointFiles) -> list[BlockSurvey]:
 
 def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSurvey:
     config = read_config(values, block.layer, block.prefix)
-    described = _described(files, block, float8_block(values, config))
+    where = f"block {block.prefix} of {files.directory}"
+    described = describe_all(files, block.weights, float8_block(values, config), where)
     architecture = ARCHITECTURES.get(config.model_type)
     num_zero = architecture.num_zero_experts(config) if architecture else 0
     router = next(described[name].shape for name in ROUTER_WEIGHT if name in described)
@@ -94,15 +94,6 @@ def _fitting(
     return fitting, [] if fitting else min((wrong for _, _, wrong in matches), key=len, default=[])
 
 
-def _described(files: CheckpointFiles, block: Block, float8: tuple[int, int]) -> dict[str, Stored]:
-    """Return the block's weights by name. Raise ValueError if a weight cannot be read."""
-    problems: list[str] = []
-    described = {name: describe(files, full, group, float8, problems) for name, (full, group) in block.weights.items()}
-    if problems:
-        raise ValueError(f"checkpoint: block {block.prefix} of {files.directory}:\n  " + first_three(problems, "\n  "))
-    return {name: stored for name, stored in described.items() if stored is not None}
-
-
 def _has_bias(block: Block, layout: Layout) -> bool:
     patterns = block.patterns()
     return any(key.bias and key.name in patterns for key in layout.keys)
@@ -110,11 +101,7 @@ def _has_bias(block: Block, layout: Layout) -> bool:
 
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
     """Return the names of a layout's tensors."""
-    return {
-        key.name.replace("{e}", str(expert))
-        for key in layout.select(bias=bias)
-        for expert in (range(num_experts) if key.per_expert else range(1))
-    }
+    return {name for key in layout.select(bias=bias) for _, name in key.names(num_experts)}
 
 
 def _match(
@@ -123,7 +110,7 @@ def _match(
     """Return the sizes of a layout's tensors, and the errors of those that do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
-    name = down.name.replace("{e}", str(min(numbers, default=0)))
+    name = down.name_of(min(numbers, default=0))
     if len(router) != 2 or name not in described or len(described[name].shape) < 2:
         return None, [f"missing: {block.prefix}{name}, or not a matrix"]
     if num_zero_experts or down.flat:
@@ -151,15 +138,14 @@ def _misfits(
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):
         shapes = [key.shape(sizes)] if key.parts == ("down",) else [key.shape(sizes), key.shape(with_zero_experts)]
-        for number in range(sizes.num_experts) if key.per_expert else (None,):
-            name = key.name.replace("{e}", str(number))
+        for _, name in key.names(sizes.num_experts):
             if name not in described:
                 wrong.append(f"missing: {block.prefix}{name} {shapes[0]}")
             elif described[name].shape not in shapes:
                 wrong.append(f"wrong shape: {block.prefix}{name} is {described[name].shape}, must be {shapes[0]}")
         if key.parts == ("down",):
             numbers = sorted(number for number in block.expert_numbers() if number >= sizes.num_experts)
-            names = [key.name.replace("{e}", str(number)) for number in numbers]
+            names = map(key.name_of, numbers)
             wrong += [f"left over: {block.prefix}{name}" for name in names if name in described]
     return wrong
 

@@ -1,10 +1,9 @@
 """Run the experts of Hugging Face models: `from moe_layers.integrations.transformers import disable, enable`."""
 
 import importlib
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .enabling import EnableReport, disable, enable
+from .enabling import EnableReport, disable, enable, transformers_has
 from .routers.balance import balance_routing
 
 if TYPE_CHECKING:
@@ -45,11 +44,5 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f".{_ON_FIRST_USE[name]}", __name__), name)
 
 
-def _takes_implementations() -> bool:
-    """Return whether expert parallelism of this transformers version accepts implementations of other packages."""
-    name = "transformers.distributed.expert_parallel"
-    return find_spec(name) is not None and hasattr(importlib.import_module(name), "EPImplementationInterface")
-
-
-if _takes_implementations():
+if transformers_has("distributed.expert_parallel", "EPImplementationInterface"):
     importlib.import_module(".sharding.ep_implementation", __name__)

@@ -16,10 +16,11 @@ added before or after `enable`. Needs transformers 5.7 or later; reads adapters 
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
 
@@ -43,7 +44,6 @@ from .experts.peft_adapters import (
     replace_forwards,
     replace_new_forwards,
     report_wrappers,
-    restore_forwards,
     warn_of_missed_targets,
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
@@ -56,6 +56,12 @@ STATE = "_moe_layers_state"  # attribute of an enabled model
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
+
+
+def transformers_has(module: str, name: str) -> bool:
+    """Return whether a module of this transformers version exists and has a member of this name."""
+    path = f"transformers.{module}"
+    return find_spec(path) is not None and hasattr(importlib.import_module(path), name)
 
 
 @dataclass(frozen=True)
@@ -166,7 +172,13 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
             setattr(part.experts, TOLD, True)
-        _replace(forwards, places, configs)
+        for module, forward in forwards.items():
+            replace_forward(module, forward)
+        for place in places:
+            replace_forwards(place)
+        for config in configs:
+            # The public setters also change the configurations of parts without experts.
+            config._experts_implementation_internal = NAME
         state.check_targets()
     except BaseException:  # also Ctrl-C
         _restore(model, state)
@@ -204,16 +216,6 @@ def _in_precision(part: Found, precision: str) -> Found:
         raise ValueError(f"enable: precision={precision!r} needs plain weights and no norm, got {got} in {part.name}")
     check_fp8_sizes("enable", *w_down.shape[1:])
     return replace(part, spec=replace(part.spec, precision=precision))
-
-
-def _replace(forwards: dict[nn.Module, Callable[..., object]], places: list[Place], configs: list[Any]) -> None:
-    for module, forward in forwards.items():
-        replace_forward(module, forward)
-    for place in places:
-        replace_forwards(place)
-    for config in configs:
-        # The public setters also change the configurations of parts without experts.
-        config._experts_implementation_internal = NAME
 
 
 def _configs_of(found: list[Found]) -> list[Any]:
@@ -270,8 +272,8 @@ def _restore(model: nn.Module, state: _State) -> None:
         restore_forward(module)
     for hook in state.hooks:
         hook.remove()
-    for place in state.places:
-        restore_forwards(place)
+    for wrapper in (wrapper for place in state.places for wrapper in place.wrappers()):
+        restore_forward(wrapper)
     for experts in state.experts:
         for attribute in (ATTRIBUTE, FORMS, TOLD):
             vars(experts).pop(attribute, None)
@@ -299,7 +301,7 @@ def _report(found: list[Found], places: list[Place]) -> EnableReport:
 def _stored_bytes(found: list[Found]) -> dict[str, int]:
     sizes: Counter[str] = Counter()
     for part in found:
-        for weight in (*part.spec.up_parameters(part.experts), part.spec.stored_down(part.experts)):
+        for weight in part.spec.weights(part.experts):
             if isinstance(weight, QuantizedWeight):
                 sizes[str(weight.format)] += weight.num_bytes
     return dict(sizes)

@@ -42,8 +42,7 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
     with torch.no_grad():
         wanted = apply_gate(columns)
     candidates = [replace(activation, interleaved=interleaved) for activation in _candidates(experts, gated=True)]
-    computed = {a: apply_activation(columns, a, implementation="reference") for a in candidates}
-    return _match(experts, wanted, computed, (1 + gate.abs()) * (1 + up.abs()))
+    return _match(experts, wanted, columns, candidates, (1 + gate.abs()) * (1 + up.abs()))
 
 
 def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) -> Activation:
@@ -55,9 +54,7 @@ def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) 
     values = _probe(experts)[:, None]
     with torch.no_grad():
         wanted = activation(values)
-    candidates = _candidates(experts, gated=False)
-    computed = {a: apply_activation(values, a, implementation="reference") for a in candidates}
-    return _match(experts, wanted, computed, 1 + values.square())
+    return _match(experts, wanted, values, _candidates(experts, gated=False), 1 + values.square())
 
 
 def _probe(experts: nn.Module) -> Tensor:  # [n] float64, on both sides of zero and of every known clamp
@@ -85,8 +82,11 @@ def _candidates(experts: nn.Module, *, gated: bool) -> list[Activation]:
     return found
 
 
-def _match(experts: nn.Module, wanted: Tensor, computed: dict[Activation, Tensor], scale: Tensor) -> Activation:
-    for activation, values in computed.items():
+def _match(
+    experts: nn.Module, wanted: Tensor, inputs: Tensor, candidates: list[Activation], scale: Tensor
+) -> Activation:
+    for activation in candidates:
+        values = apply_activation(inputs, activation, implementation="reference")
         # Float32 steps inside `wanted` have errors of 1e-7 relative to `scale`. The two most similar activations, GELU
         # by tanh and by erf, differ by 1e-4.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from ....checks import first_three
-from .expert_classes import ATTENTION, REFUSED, SWAPS
+from .expert_classes import ATTENTION, REFUSED, swap_of
 from .experts_forward import ExpertsSpec, check_weights, experts_forward, interface_spec
 from .parametrized import check_stored
 from .replaced_forwards import has_other_forward
@@ -24,8 +24,6 @@ from .replaced_forwards import has_other_forward
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
 _SHARED_EXPERTS = re.compile(r"SharedExpert")
-# Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
-_OLDEST = {"DbrxExperts": "5.17", "JetMoeMoE": "5.23"}
 
 
 @dataclass(frozen=True)
@@ -73,42 +71,31 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
         with torch.no_grad():  # quantised weights need to be frozen only if gradients are computed
             # Stored weights are checked, because DeepSpeed's ZeRO-3 empties parameters between forwards.
-            weights = (*spec.up_parameters(experts), spec.stored_down(experts), *spec.biases(experts))
-        check_weights(part.name, weights)
+            check_weights(part.name, spec.weights(experts))
     return found
 
 
 def _found(model: nn.Module, name: str, module: Any, implementation: str | None, selectable: set[int]) -> Found | None:
-    own_class = type_before_parametrizations(module)
-    kind = own_class.__name__
     if has_interface(module):
+        make_spec = interface_spec
         forwards: dict[nn.Module, Callable[..., object]] = {}
         if id(module.config) not in selectable:
             forwards[module] = experts_forward
-        _check_forwards(forwards)
-        return Found(name, module, interface_spec(module, implementation), forwards)
-    if kind not in SWAPS or not own_class.__module__.startswith("transformers."):
-        return None
-    if Version(transformers.__version__) < Version(_OLDEST.get(kind, "0")):
-        return None
-    swap = SWAPS[kind]
-    forwards = {module: swap.forward}
-    if swap.caller_forward is not None:
-        callers = _around(model, module, swap.caller)
-        if not callers:
+    else:
+        swap = swap_of(module)
+        if swap is None or Version(transformers.__version__) < Version(swap.oldest):
             return None
-        forwards |= dict.fromkeys(callers, swap.caller_forward)
-    _check_forwards(forwards)
-    return Found(name, module, swap.spec(module, implementation), forwards)
-
-
-def _check_forwards(forwards: Iterable[nn.Module]) -> None:
-    """Raise ValueError if another library replaced a forward."""
-    for module in forwards:
-        if has_other_forward(module):
-            raise ValueError(
-                f"enable: the forward of {type(module).__name__} must be its class's own, got a replaced one"
-            )
+        make_spec, forwards = swap.spec, {module: swap.forward}
+        if swap.caller_forward is not None:
+            callers = _around(model, module, swap.caller)
+            if not callers:
+                return None
+            forwards |= dict.fromkeys(callers, swap.caller_forward)
+    for replaced in filter(has_other_forward, forwards):
+        raise ValueError(
+            f"enable: the forward of {type(replaced).__name__} must be its class's own, got a replaced one"
+        )
+    return Found(name, module, make_spec(module, implementation), forwards)
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
-from moe_kernels import ExpertAdapters
+from moe_kernels import Activation, ExpertAdapters
 from moe_kernels.types import Weight
 
 from .activation import recognise_gated
@@ -100,14 +101,6 @@ def _weight_of(experts: Any, name: str) -> Weight:
     return holder.weight
 
 
-def _swiglu_like(act_fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    def apply_gate(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return act_fn(gate) * up
-
-    return apply_gate
-
-
 def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     out = experts_forward(self, hidden_states.reshape(-1, self.hidden_size), top_k_index, top_k_weights)
     return out.view(hidden_states.shape[0], -1, self.hidden_size)
@@ -150,31 +143,41 @@ class Swap:
         spec: makes the ExpertsSpec from the experts module and an implementation.
         caller: class of the surrounding block, if its forward must also be replaced; else "".
         caller_forward: replaces the forward of that block.
+        oldest: the oldest supported version of transformers.
     """
 
     forward: Callable[..., object]
     spec: Callable[[nn.Module, str | None], ExpertsSpec]
     caller: str = ""
     caller_forward: Callable[..., object] | None = None
+    oldest: str = "0"
+
+
+def _swiglu_like(experts: Any, act_fn: Callable[[Tensor], Tensor]) -> Activation:
+    def apply_gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return act_fn(gate) * up
+
+    return recognise_gated(experts, apply_gate, interleaved=False)
 
 
 def _dbrx(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.mlp.activation_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.mlp.activation_fn)
     return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
 
 
 def _longcat(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.act_fn)
     return _FirstSpec(activation, implementation, num_experts=experts.num_routed_experts)
 
 
 def _llama4(experts: Any, implementation: str | None) -> ExpertsSpec:
-    activation = recognise_gated(experts, _swiglu_like(experts.act_fn), interleaved=False)
+    activation = _swiglu_like(experts, experts.act_fn)
     return ExpertsSpec(activation, implementation, transposed=True, weight_on_input=True)
 
 
 def _jetmoe(experts: Any, implementation: str | None) -> ExpertsSpec:
-    return _LinearsSpec(recognise_gated(experts, _swiglu_like(experts.activation), interleaved=False), implementation)
+    return _LinearsSpec(_swiglu_like(experts, experts.activation), implementation)
 
 
 def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
@@ -183,12 +186,20 @@ def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
 
 SWAPS = {
     "FP8Experts": Swap(experts_forward, float8_spec),
-    "DbrxExperts": Swap(_dbrx_forward, _dbrx),
+    # Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
+    "DbrxExperts": Swap(_dbrx_forward, _dbrx, oldest="5.17"),
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
     "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),
     "Step3p7Experts": Swap(experts_forward, _step3p7),
-    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe),
+    "JetMoeMoE": Swap(_jetmoe_forward, _jetmoe, oldest="5.23"),
 }
+
+
+def swap_of(module: nn.Module) -> Swap | None:
+    """Return the replacement of an experts module of transformers without an experts interface, else None."""
+    own_class = type_before_parametrizations(module)
+    return SWAPS.get(own_class.__name__) if own_class.__module__.startswith("transformers.") else None
+
 
 # Mixtures of attention, whose experts project queries. The model's own code computes them.
 ATTENTION = ("JetMoeMoA",)

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ from .rebuilding import rebuilt_in_backward
 NAME = "moe_layers"  # name in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # attribute: ExpertsSpec, from `enable` or from the first call
 FORMS = "_moe_layers_forms"  # attribute: KeptForms, with a precision
-SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a SharedForward
+SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a Sharing, which computes them
 DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
 TOLD = "_moe_layers_told"  # attribute: `_tell_once` has run
 
@@ -48,18 +48,6 @@ class LowRank(NamedTuple):
 
     left: Tensor  # [E, rows, r]
     right: Tensor  # [E, r, columns]
-
-
-class SharedForward(Protocol):
-    """Computes an experts module of which each rank holds a share.
-
-    Attributes:
-        name: the name of the experts in errors.
-    """
-
-    name: str
-
-    def forward(self, experts: nn.Module, tokens: Tensor, topk_experts: Tensor, topk_weights: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -105,6 +93,10 @@ class ExpertsSpec:
     def held(self, experts: Any) -> Iterable[Weight]:
         """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
         return dict(experts.named_parameters(recurse=False)).values()
+
+    def weights(self, experts: Any) -> tuple[Weight, ...]:
+        """Return the up-projection's parameters, the stored down-projection and the biases."""
+        return (*self.up_parameters(experts), self.stored_down(experts), *self.biases(experts))
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (self._parameter(experts, self._up_name),)
@@ -239,8 +231,7 @@ def experts_forward(
     _recognise_once(self)
     top_k_index = top_k_index.int()
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
-    sharing: SharedForward | None = getattr(self, SHARING, None)
-    if sharing is not None:
+    if (sharing := getattr(self, SHARING, None)) is not None:
         return sharing.forward(self, hidden_states, top_k_index, top_k_weights)
     changes = changes_of(self)
     return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)

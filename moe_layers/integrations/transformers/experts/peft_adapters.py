@@ -32,7 +32,7 @@ from .experts_forward import (
     changes_of,
 )
 from .parametrized import parameter_shape
-from .replaced_forwards import has_other_forward, is_replaced, replace_forward, restore_forward
+from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
 _SWAPS_SINCE = "0.19"  # earlier versions do not swap the axes, and lack the flag
@@ -121,11 +121,6 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
         f"{name}: adapters must be merged into whole experts, got {parameter}, which ranks share; save the adapters by "
         "the PeftModel's save_pretrained, and merge them into a model that is not sharded"
     )
-
-
-def restore_forwards(place: Place) -> None:
-    for wrapper in place.wrappers():
-        restore_forward(wrapper)
 
 
 def replace_new_forwards(place: Place, *_: object) -> None:
@@ -229,8 +224,11 @@ def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:
 
 
 def _reason_against_layout(wrapper: Any, adapter: str) -> str | None:
-    if not hasattr(wrapper, _SWAPPED) and Version(_peft_version()) >= Version(_SWAPS_SINCE):
-        return "this version of PEFT does not state the order of its axes"
+    if not hasattr(wrapper, _SWAPPED):
+        import peft
+
+        if Version(peft.__version__) >= Version(_SWAPS_SINCE):
+            return "this version of PEFT does not state the order of its axes"
     shape = tuple(parameter_shape(wrapper.get_base_layer(), wrapper.parameter_name))
     num_experts, rank = wrapper.num_experts, wrapper.r[adapter]
     if len(shape) != 3 or num_experts < 2:
@@ -241,12 +239,6 @@ def _reason_against_layout(wrapper: Any, adapter: str) -> str | None:
     if num_experts != shape[0] or (tuple(a.shape), tuple(b.shape)) != wanted:
         return f"the factors of adapter {adapter!r} must be {wanted}, got {tuple(a.shape)} and {tuple(b.shape)}"
     return None
-
-
-def _peft_version() -> str:
-    import peft
-
-    return peft.__version__
 
 
 def _active(wrapper: Any) -> list[str]:

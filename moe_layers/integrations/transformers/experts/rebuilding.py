@@ -4,43 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_kernels.runtime.pytorch import has_saved_tensors_hooks
-
-
-@dataclass(frozen=True)
-class _Rebuilt:
-    """Stands for a copy of parameters among the saved tensors."""
-
-    parameters: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    dtype: torch.dtype
-    build: Callable[..., Tensor]
-
-    def tensor(self) -> Tensor:
-        if tuple(parameter._version for parameter in self.parameters) != self.versions:
-            raise RuntimeError("a parameter that backward needs was changed in place after forward")
-        return self.build(*(parameter.detach() for parameter in self.parameters)).to(self.dtype)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """Stands for another saved tensor. Autograd compares no versions of tensors that hooks pack."""
-
-    saved: Tensor
-    version: int
-
-    def tensor(self) -> Tensor:
-        if self.saved._version != self.version:
-            raise RuntimeError(
-                f"a tensor {list(self.saved.shape)} that backward needs was changed in place after forward"
-            )
-        return self.saved
 
 
 def rebuilt_in_backward(
@@ -60,11 +30,22 @@ def rebuilt_in_backward(
     if any(parameter.is_inference() for parameter in parameters):
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
-    rebuilt = _Rebuilt(parameters, versions, copy.dtype, build)
-    place = (copy.data_ptr(), copy.shape, copy.stride())
+    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` must not hold the copy
 
-    def pack(saved: Tensor) -> _Saved | _Rebuilt:
+    def rebuilt() -> Tensor:
+        if tuple(parameter._version for parameter in parameters) != versions:
+            raise RuntimeError("a parameter that backward needs was changed in place after forward")
+        return build(*(parameter.detach() for parameter in parameters)).to(dtype)
+
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
         is_copy = (saved.data_ptr(), saved.shape, saved.stride()) == place
-        return rebuilt if is_copy else _Saved(saved, saved._version)
+        return rebuilt if is_copy else partial(_unchanged, saved, saved._version)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor())
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda read: read())
+
+
+def _unchanged(saved: Tensor, version: int) -> Tensor:
+    """Return a saved tensor. Autograd compares no versions of tensors that hooks pack."""
+    if saved._version != version:
+        raise RuntimeError(f"a tensor {list(saved.shape)} that backward needs was changed in place after forward")
+    return saved

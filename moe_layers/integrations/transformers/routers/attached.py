@@ -10,7 +10,7 @@ from torch import nn
 
 from ....routing.model_routers import register_finder
 from ..experts.discovery import has_interface
-from ..experts.expert_classes import SWAPS
+from ..experts.expert_classes import swap_of
 from .hooks import HookedRouter
 from .model_forward import hook_models, unhook_models
 
@@ -36,12 +36,13 @@ def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
         ValueError: a block's router is not supported.
     """
     modules = dict(model.named_modules())
-    found = [_router_of(modules, name) for name, module in modules.items() if _holds_experts(module)]
+    experts = [name for name, module in modules.items() if has_interface(module) or swap_of(module) is not None]
+    found = [_router_of(modules, name) for name in experts]
     routers = {}
-    for block, name, experts in found:
+    for block, name, held in found:
         router = modules[name]
         if _ROUTER not in vars(router):
-            vars(router)[_ROUTER] = HookedRouter(name, router, modules[block], experts)
+            vars(router)[_ROUTER] = HookedRouter(name, router, modules[block], held)
         routers[block] = vars(router)[_ROUTER]
     if routers:
         hook_models(model)
@@ -56,18 +57,10 @@ def release_routers(model: nn.Module) -> None:
     unhook_models(model)
 
 
-def _holds_experts(module: nn.Module) -> bool:
-    kind = type(module)
-    return has_interface(module) or (kind.__name__ in SWAPS and kind.__module__.startswith("transformers."))
-
-
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the experts' block and router. Wrappers may be around the experts and around the router.
+    """Return the names of the experts' block, which may be the experts module itself, and router, and the experts.
 
-    The block may be the experts module itself.
-
-    Raises:
-        ValueError: no module around the experts has a router, or its router is not supported.
+    Wrappers may be around the experts and around the router.
     """
     parts = name.split(".") if name else []
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):

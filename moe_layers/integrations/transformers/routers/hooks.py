@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
 
@@ -26,7 +27,6 @@ from ....routing.result import LayerRouting
 from ....routing.slots import Slots, layer_routing
 from ..experts.experts_forward import ATTRIBUTE
 from .model_forward import ModelForward, current_forward
-from .selection import Selection
 
 # Routers that return probabilities, whose logarithms are logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
@@ -157,7 +157,7 @@ class HookedRouter:
         reads = watches or self._has_loss()
         if choose is None and not reads and not adds:
             return inner(*args, **kwargs)
-        with Selection(self.num_experts, choose) as selection:
+        with _Selection(self.num_experts, choose) as selection:
             out = inner(*args, **kwargs)
         logits, weights, own_choice = self._parts(out)
         chosen = self._chosen(own_choice, selection)
@@ -201,7 +201,7 @@ class HookedRouter:
     def _chosen(
         self,
         experts: Tensor,  # [T, K] from the router
-        selection: Selection,
+        selection: _Selection,
     ) -> Tensor:  # [T, K] int64
         """Return the chosen experts. During a replay, return the replayed ones."""
         if selection.choose is None:
@@ -285,3 +285,38 @@ def _num_experts(router: Any) -> int:
         if isinstance(value, int):
             return value
     return len(next(router.parameters()))
+
+
+class _Selection(TorchFunctionMode):
+    """While active, reads the top-k of scores [T, E] of all experts, and may replace the choice.
+
+    The router's own code weighs the experts that the replaced call returns. A replayed choice therefore gets the
+    router's scores and normalisation. A top-k of groups, [T, groups] or [T, groups, members], is not replaced.
+
+    Args:
+        choose: takes T and K and returns the choice. None replaces nothing.
+    """
+
+    def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):
+        super().__init__()
+        self.num_experts = num_experts
+        self.choose = choose
+        self.num_calls = 0
+        self.keys: Tensor | None = None  # [T, E]: scores plus selection bias, without excluded groups
+        self.chosen: Tensor | None = None  # [T, K] int64
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores = args[0] if args else kwargs["input"]
+        if scores.dim() != 2 or scores.shape[1] != self.num_experts:
+            return result
+        self.num_calls += 1
+        self.keys, self.chosen = scores.detach(), result.indices
+        if self.choose is None:
+            return result
+        experts, is_own = self.choose(*result.indices.shape)
+        self.chosen = experts if is_own is None else torch.where(is_own, result.indices, experts)
+        # The gradient equals that of top-k, because a token's experts are distinct.
+        return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -20,7 +20,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 from ....parallel.collectives import Ranks
 from ....parallel.expert_parallel import ExpertParallel
 from ..experts.discovery import has_interface
-from ..experts.expert_classes import SWAPS
+from ..experts.expert_classes import swap_of
 from ..experts.experts_forward import DISPATCHED, NAME, ExpertsSpec, experts_forward, interface_spec, recognise_once
 from ..experts.peft_adapters import watch_wrappers
 from .experts_of_rank import Sharing
@@ -65,8 +65,7 @@ class DispatchedExperts(EPImplementation):
 def _spec_maker(experts: nn.Module) -> Callable[[Any, str | None], ExpertsSpec]:
     if has_interface(experts):
         return interface_spec
-    kind = type_before_parametrizations(experts).__name__
-    swap = SWAPS.get(kind)
+    kind, swap = type_before_parametrizations(experts).__name__, swap_of(experts)
     if swap is None or swap.forward is not experts_forward or swap.caller:
         raise ValueError(
             f'ep_implementation="moe_layers": experts must get tokens, choice and weights from their block, got '

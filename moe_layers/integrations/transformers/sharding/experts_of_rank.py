@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +21,7 @@ from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_o
 
 @dataclass
 class Sharing:
-    """The settings with which ranks share one experts module. The class implements `SharedForward`.
+    """The settings with which ranks share one experts module.
 
     Attributes:
         name: the name of the experts in errors.
@@ -119,9 +118,3 @@ def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) 
     finally:
         for held, name, tensor in replaced:
             held[name] = tensor
-
-
-@torch.no_grad()
-def count_experts(experts: nn.Module, spec: ExpertsSpec) -> int:
-    """Return the number of experts whose parameters a module holds."""
-    return spec.w_down(experts).shape[0]

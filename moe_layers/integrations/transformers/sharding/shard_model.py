@@ -33,7 +33,7 @@ from ....parallel.overlapped import check_overlaps
 from ..enabling import STATE
 from ..experts.experts_forward import ATTRIBUTE, SHARING, ExpertsSpec, check_weights
 from ..experts.peft_adapters import adapt_to_shares, report_wrappers, watch_wrappers
-from .experts_of_rank import ExpertsOfModule, Sharing, count_experts
+from .experts_of_rank import ExpertsOfModule, Sharing
 
 _OP = "shard_experts"
 
@@ -143,9 +143,10 @@ def shard_experts(
         setattr(part.experts, ATTRIBUTE, part.spec.of_rank(mesh.size()))
         setattr(part.experts, SHARING, sharing)
     watch_wrappers()
+    shared = {part.experts for part in parts}
     for module in model.modules():
         adapt_to_shares(module)
-        if isinstance(module, transformers.PreTrainedModel) and _holds(module, parts):
+        if isinstance(module, transformers.PreTrainedModel) and not shared.isdisjoint(module.modules()):
             module.save_pretrained = partial(_refuse_to_save, type(module).__name__)
     return ShardReport(
         {part.name: part.experts for part in parts},
@@ -185,11 +186,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
 
 
 def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
-    """Return the experts to shard.
-
-    Raises:
-        ValueError: the model cannot be sharded.
-    """
+    """Return the experts to shard. Raise ValueError if the model cannot be sharded."""
     state = getattr(model, STATE, None)
     if state is None:
         raise ValueError(f"the model must have been given to enable, got {type(model).__name__}")
@@ -223,9 +220,8 @@ def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
 def _part(name: str, experts: nn.Module, mesh: DeviceMesh) -> _Part:
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     with torch.no_grad():
-        weights = (*spec.up_parameters(experts), spec.w_down(experts), *spec.biases(experts))
+        weights, num_experts = spec.weights(experts), spec.w_down(experts).shape[0]
     check_weights(name, weights)
-    num_experts = count_experts(experts, spec)
     for weight in weights:
         if isinstance(weight, QuantizedWeight) and weight.values.shape[0] != num_experts:
             raise ValueError(
@@ -279,11 +275,6 @@ def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, sh
     vars(parameter).update(vars(tensor))  # keep attributes that other code has set
     holder._parameters[leaf] = parameter
     return sharded
-
-
-def _holds(model: nn.Module, parts: list[_Part]) -> bool:
-    inside = set(model.modules())
-    return any(part.experts in inside for part in parts)
 
 
 def _refuse_to_save(kind: str, *args: object, **kwargs: object) -> NoReturn:

@@ -11,13 +11,11 @@ Each rank reads only its own experts. The first rank writes. It holds one decode
 from __future__ import annotations
 
 import hashlib
-import importlib
 import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ....checks import check_kind, first_three
 from ....parallel.collectives import full_tensor
 from ....parallel.meeting import SECONDS, agree, meet, together
-from ..enabling import enable
+from ..enabling import enable, transformers_has
 from .shard_model import group_of, shard_experts, sharded_experts
 
 _READ, _SAVE = "reading_shares", "save_sharded"
@@ -72,7 +70,8 @@ def reading_shares(
             `shard_experts` would, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
     """
     owner = transformers.PreTrainedModel
-    if not (_reads_parts() and _LOAD in vars(owner)):
+    reads_parts = transformers_has("distributed.sharding_utils", "DtensorShardOperation")
+    if not (reads_parts and _LOAD in vars(owner)):
         raise NotImplementedError(
             f"reading_shares: transformers must read parts of DTensors, as 5.23 does, got {transformers.__version__}"
         )
@@ -117,11 +116,6 @@ def _without_reading_ahead() -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
-
-
-def _reads_parts() -> bool:
-    name = "transformers.distributed.sharding_utils"
-    return find_spec(name) is not None and hasattr(importlib.import_module(name), "DtensorShardOperation")
 
 
 def _missing(info: Any, experts: dict[str, nn.Module]) -> str:
@@ -170,11 +164,7 @@ def save_sharded(
 
 
 def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters and buffers by name, and metadata of the files.
-
-    Raises:
-        ValueError: the model cannot be saved.
-    """
+    """Return parameters, buffers and metadata of the files, or raise ValueError if the model cannot be saved."""
     check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
     if not sharded_experts(model):
         raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
