@@ -27,7 +27,7 @@ from .common.shapes import Shape
 from .common.timing import in_a_graph, timed
 
 NUM_TOKENS = (1, 16, 128, 1024, 16384)
-_IN_A_GRAPH = 1024  # up to this many tokens
+_IN_A_GRAPH = 1024  # largest number of tokens timed in a graph
 
 
 def check_invariance(layer: MoEFeedForward, tokens: Tensor) -> None:

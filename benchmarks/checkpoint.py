@@ -3,7 +3,7 @@
     python -m benchmarks.checkpoint --commit $(git rev-parse --short HEAD) --output benchmarks/results/checkpoint.json
 
 The files are written first, so that the page cache holds them. The loaded layer is compared with the written one before
-any timing. Loads and reads by `dd of=/dev/null bs=16M` take turns. "share" divides bytes per second by dd's.
+any timing. Loads and reads by `dd of=/dev/null bs=16M` take turns. "share" is the load's bytes per second over dd's.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ number of ranks that share the experts (EP) and routing:
 
 The model without overlap is `local_ms + comm_ms`, and `share_of_model` is the model's time divided by the measured
 time: values above 1 are gained by overlap. The model ignores skew, so `share_of_busiest` uses `local_ms` times
-`busiest`, the rows of the busiest rank in even shares. The slowest rank of each call counts. Outputs and gradients of
+`busiest`: the busiest rank's rows over the mean. The slowest rank of each call counts. Outputs and gradients of
 all implementations are compared before timing. One that differs is not timed, and the command fails at its end.
 
 All implementations of a configuration share its parameters, and none keeps gradients. A configuration that needs too
@@ -120,7 +120,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[Task]:
-    """Yield what the ranks of a process group measure."""
+    """Yield the measurements of the ranks of a process group."""
     num_ranks = distributed.get_world_size()
     about = {"processes": num_ranks}
     everyone = Ranks.of(distributed.group.WORLD)

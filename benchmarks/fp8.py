@@ -10,8 +10,8 @@
             also saves the pre-activations in e4m3
     pass    quantisation, and the activation with and without quantised results, in GB/s
 
-Each GEMM is held to the error budget before it is timed. The layer is held to the recipe in float32, and to the layer
-without FP8 within 9 %.
+Each GEMM is checked against the error budget before it is timed. The layer's relative error may be 3 % against the
+recipe in float32, and 9 % against the layer without FP8.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def fp8_arguments(a: Tensor, weight: Tensor, permutation: Permutation, index: Te
 
 
 def dense_fp8(a: Any, size_k: int, size_n: int) -> Callable[[], Tensor] | None:
-    """Return cuBLAS's product of all rows and one matrix with the same blocks, where it takes the sizes."""
+    """Return cuBLAS's product of all rows and one matrix with the same blocks, or None if not supported."""
     if not a.A.is_cuda or size_k % 128 or size_n % 128:
         return None
     run = partial(torch._scaled_mm, a.A, a.B[0], a.scale_a, a.scale_b[0], out_dtype=a.out.dtype, out=a.out)
@@ -146,7 +146,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_layer(operands: Operands, precision: str) -> dict[str, float]:
-    """Hold a layer's first experts to the recipe in float32 and to plain float32. Return the largest errors of both."""
+    """Check a layer's first experts against the recipe and plain experts in float32. Return both largest errors."""
     shape, num_experts = operands.shape, max(num_checked(operands.shape) // 4, 1)
     num_tokens = max(shape.num_tokens * num_experts // shape.num_experts, 1)
     tokens, weights = operands.tokens[:num_tokens], operands.topk_weights[:num_tokens]
@@ -204,7 +204,7 @@ def run_in(layer: MoEFeedForward, precision: str | None, new_weights: bool, run:
 
 
 def bench_passes(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    """Bytes are those that must move: each operand read once, each result written once."""
+    """Return result rows. Bytes count each operand read once and each result written once."""
     operands = Operands(shape, options)
     activation, tokens, w_up = as_activation("bench", shape.activation), operands.tokens, operands.w_up
     hidden, dweighted = operands.rows(shape.up_columns), operands.rows(shape.d_ff)

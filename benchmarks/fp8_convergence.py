@@ -46,7 +46,7 @@ NUM_PARTS, LOSSES_PER_PART = 8, 10
 
 
 class Runs:
-    """Training runs, of which one at a time is in memory."""
+    """Training runs. Only one at a time is in memory."""
 
     def __init__(self, settings: Any, device: str, checkpoints: Path):
         self._settings, self._checkpoints = settings, checkpoints

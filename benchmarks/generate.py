@@ -62,7 +62,7 @@ def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> li
 
     def run(name: str) -> None:
         nonlocal used
-        if name != used:  # only in the first call of a turn, which the median of its calls leaves out
+        if name != used:  # only in the first call of a turn, which hardly changes the median
             use(model, name)
             used = name
         new = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False, "pad_token_id": 0}
@@ -78,7 +78,7 @@ def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> li
 
 
 def fits_memory(name: str, run: Callable[[], None]) -> bool:
-    """Return whether an implementation of transformers has the memory that it needs; ours must have it."""
+    """Return whether an implementation fits in memory. Ours counts as fitting, so a lack of memory is an error."""
     if name == OURS:
         return True
     try:

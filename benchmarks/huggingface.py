@@ -11,11 +11,11 @@ parameters and optimizer states. With `--lora` both models have PEFT's adapters 
 and only these are trained. With `--routing`, steps of our model with statistics of its routers, and with its own
 choices replayed, take turns with the others. The replayed step must have the loss of the plain one, bit by bit.
 
-Both are first checked against float32. The experts of a block are checked element by element, by the tests' error
-budget, with one choice of experts for all. In the step, near ties may choose other experts. It is checked by the norm
-of each parameter's gradient: its relative error may be at most twice the default's largest, plus one unit in the last
-place of the dtype. The error of the loss, an average over tokens in float32, may be at most twice the default's plus an
-eighth of that unit, or plus one unit of float32.
+Both are first checked against float32. Without `--lora`, a block's experts are checked element by element, by the
+tests' error budget, with one choice of experts for all. In a step, near ties may choose other experts. So the relative
+error of each gradient's norm may be twice the default's largest error, plus one unit in the last place of the dtype.
+The loss is an average over tokens in float32. Its error may be twice the default's plus an eighth of that unit, or plus
+one unit of float32.
 """
 
 from __future__ import annotations

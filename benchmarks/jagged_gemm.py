@@ -36,7 +36,7 @@ COLUMNS = ("problem", "skew", "pass", "implementation", "kernel", "ms", "ms_p20"
 
 
 def make_offsets(num_rows: int, num_groups: int, skew: str) -> Tensor:  # [G + 1]
-    """Return offsets. "even"; "uneven": the g-th group's share is 1 / (g + 1); "one": all rows in the middle group."""
+    """Return offsets. "even"; "uneven": shares are proportional to 1 / (g + 1); "one": all rows in the middle group."""
     weights = torch.ones(num_groups, dtype=torch.float64)
     if skew == "uneven":
         weights = 1 / torch.arange(1, num_groups + 1, dtype=torch.float64)

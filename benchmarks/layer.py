@@ -7,8 +7,8 @@
     python -m benchmarks.layer --table benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
-`--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` takes no rows
-that start between multiples of 16 bytes; such shapes have no baseline. Shapes that exceed the GPU's memory are left
+`--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` needs rows that
+start at multiples of 16 bytes; other shapes have no baseline. Shapes that exceed the GPU's memory are left
 out.
 
 Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same

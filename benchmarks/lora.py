@@ -12,9 +12,9 @@ Every form computes router, experts and combine, forward and backward with a gra
     grouped_mm        the same weight in `torch.nn.functional.grouped_mm`, eager, as transformers computes it
     grouped_mm_split  grouped_mm(x, W) + grouped_mm(grouped_mm(x, A), B), compiled
 
-Each form's output and gradients of the adapters are first checked on fewer tokens. The dense bound
-is the sum of the medians of the base's GEMMs in forward and for the gradient of their inputs, with all rows in one
-matrix, plus the time to read and write the adapters' rows once at the bandwidth of a copy in the same run.
+Forms with adapters are first checked on fewer tokens: the output and the adapters' gradients. The dense bound adds two
+times. One is the sum of the medians of the base's GEMMs, forward and for input gradients, with all rows in one matrix.
+The other is the time to read and write the adapters' rows once, at the bandwidth of a copy in the same run.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def check(module: Adapted, tokens: Tensor) -> None:
 
 
 def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
-    """Bytes of all rows that the adapters' own products read and write, each once."""
+    """Return the bytes of all rows that the adapters' own products read and write, each once."""
     wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # X, G and their gradients' products; dH; A, A_w
     return itemsize * shape.num_rows * (wide + 12 * rank)
 

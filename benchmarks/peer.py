@@ -10,7 +10,7 @@ Install the peer, and write its adapter in a file of the current folder:
 
 The layer has a softmax over the `top_k` largest logits of `x @ router.T` and the activation swiglu: `silu(gate) * up`.
 The first F rows of `w_up[e]` compute the gate, the others compute up. An adapter of a peer with another layout returns
-gradients in this one. Transpose and reorder with care: all that the adapter does is timed.
+gradients in this layout. Transpose and reorder with care: all that the adapter does is timed.
 
 Before timing, the peer's output and gradients are compared with the layer's: the norm of the difference over the norm
 of the layer's tensor. The results keep these numbers, and one above 0.25 ends the run. A peer that rounds its logits
@@ -43,7 +43,7 @@ COMPARED = ("out", "x", "router", "w_up", "w_down")
 
 
 class Peer(nn.Module):
-    """The peer on the parameters of a layer."""
+    """Runs the peer with the parameters of a layer."""
 
     def __init__(self, layer: MoEFeedForward, adapter: Adapter):
         super().__init__()

@@ -38,7 +38,7 @@ from .common.shapes import Shape
 from .common.timing import time_interleaved, timed
 
 STEADY_MS = 400.0  # a GPU that has just started to work runs at clocks that training never reaches
-SUM = "CUDAFunctor_add<c10::BFloat16>"  # in the name of PyTorch's kernel that adds two gradients of the tokens
+SUM = "CUDAFunctor_add<c10::BFloat16>"  # part of the name of PyTorch's kernel that adds two gradients of the tokens
 STAGES = {
     SUM: "sum of gradients",
     "permute": "tokens to rows",
@@ -179,7 +179,7 @@ def account(shape: Shape, activation: str, options: argparse.Namespace) -> list[
 
 def dense_product(gemm: Gemm, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     _, _, rows, reduction, columns = gemm
-    if gemm.stage.startswith("wgrad"):  # the rows are the reduction
+    if gemm.stage.startswith("wgrad"):  # the sum runs over the rows
         a = torch.randn(rows, reduction, device="cuda", dtype=dtype).t()
         b = torch.randn(rows, columns, device="cuda", dtype=dtype)
     else:

@@ -3,12 +3,12 @@
     python -m benchmarks.rule_of_thumb --commit $(git rev-parse --short HEAD) --output benchmarks/results/rule.json
     python -m benchmarks.rule_of_thumb --layers unseen --time-limit-s 450 --resume --commit COMMIT --output FILE
 
-Without `--layers`, entry by entry of this GPU's table. The bound is the table's choice, measured in the same run: the
+Without `--layers`, each entry of this GPU's table is measured. The bound is the table's choice in the same run: the
 ratio is the time of the rule's kernel divided by that of the table's. Both are checked first, and timed as replays of a
 CUDA graph, without host time.
 
-With `--layers`, GEMM by GEMM of each layer. All kernels that may be the fastest are checked and timed in turns, and the
-fastest one stands for the table's. The file holds every time, so that a rule can be derived from it. `--tile-orders`
+With `--layers`, each GEMM of each layer is measured. All kernels that may be fastest are checked and timed in turns.
+The fastest one replaces the table's. The file holds every time, so that a rule can be derived from it. `--tile-orders`
 adds the rule's kernel with other numbers of row tiles that walk the columns together. The form "copies" times the whole
 op with backward, host time included, for every choice of copies.
 """
@@ -120,7 +120,7 @@ def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
 
 
 def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
-    """Return the kernel with another order of tiles."""
+    """Return the kernel with another number of row tiles per group."""
     design = dataclasses.replace(kernel.metadata.design, group_tiles=group_tiles)
     return type(kernel)(dataclasses.replace(kernel.metadata, design=design))
 

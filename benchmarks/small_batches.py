@@ -4,12 +4,12 @@
     python -m benchmarks.small_batches --host --commit COMMIT --output benchmarks/results/host.json
 
 Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
-GPU. Autograd runs in the calling thread. `*_wall_us` is the time on the clock of the same calls with autograd's own
+GPU. Autograd runs in the calling thread. `*_wall_us` is the wall-clock time of the same calls with autograd's own
 thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
 
-`--host` times only the calls of three layers: the layer as it is and compiled, `grouped_mm` compiled, and a dense MLP
-of two `nn.Linear` and a SiLU with the same d_model and d_ff, as it is and compiled. They take turns in one run.
-`host_us` is the time on the clock per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to
+`--host` times only calls. The layer and a dense MLP are called as they are and compiled, `grouped_mm` only compiled.
+The MLP has two `nn.Linear`, a SiLU and the same d_model and d_ff. All forms take turns in one run.
+`host_us` is the wall-clock time per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to
 the dense MLP's. A form that fails has an `error` instead.
 """
 

@@ -89,7 +89,7 @@ def load_kernel(source: Path, directory: Path) -> Any:
     """Return `fused_moe_kernel` of the file, in a module that holds only the file's Triton functions.
 
     Args:
-        directory: of the module. Triton reads a kernel's source from its file.
+        directory: directory for the module. Triton reads a kernel's source from its file.
 
     Raises:
         SystemExit: the file has no such kernel.
@@ -141,7 +141,7 @@ def launch(
     b: Tensor,  # [E, N, K]
     c: Tensor,  # [T * top_k, N]
     blocks: Blocks,
-    weights: Tensor | None,  # [T, top_k], multiplied if given
+    weights: Tensor | None,  # [T, top_k], multiplied into c if given
     top_k: int,
     tiles: Tiles,
 ) -> None:

@@ -4,11 +4,11 @@
     python -m benchmarks.whole_model --model gpt-oss-20b --layers 4 --modes eager compiled --training lora
 
 The model has the width of the published one, few layers, a vocabulary of 32,000 and random weights. Modes are eager,
-each decoder layer compiled, and one CUDA graph of the whole pass. Full training is that of all parameters; LoRA trains
+each decoder layer compiled, and one CUDA graph of the whole pass. Full training trains all parameters; LoRA trains
 PEFT's adapters of the experts and of attention. A training step is forward, backward and a fused AdamW, whose learning
 rate of 0 keeps the weights. `generate` decodes greedily with a dynamic cache after a prompt.
 
-Implementations share the parameters and take turns in rounds. `host_ms` is the time on the clock of one call that
+Implementations share the parameters and take turns in rounds. `host_ms` is the wall-clock time of one call that
 begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory allocated
 before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest implementation of
 transformers in the same rows.
@@ -59,7 +59,7 @@ MODES = ("eager", "compiled", "graph")
 GENERATE = "generate"
 PASSES = ("forward+backward", "training step", GENERATE)
 CHECKED_TOKENS = 1024
-ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]  # by LoRA, next to the experts
+ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]  # also adapted by LoRA, besides the experts
 EMPTY = dict.fromkeys((*Timing._fields, "tokens_per_s", "host_ms", "peak_mib", "times_as_fast"))
 
 
@@ -68,7 +68,7 @@ class Measurement:
     """One pass in one mode, which all implementations compute with the parameters of `base`."""
 
     base: nn.Module
-    which: str  # of PASSES
+    which: str  # one of PASSES
     mode: str
     tokens: Tensor  # [B, S]
     options: argparse.Namespace
@@ -76,7 +76,7 @@ class Measurement:
     def __post_init__(self) -> None:
         on_gpu = self.tokens.is_cuda
         trained = [parameter for parameter in self.base.parameters() if parameter.requires_grad]
-        self.pool = None  # of the graphs: each needs temporary memory only while it runs
+        self.pool = None  # memory pool that graphs share, because only one runs at a time
         self.optimizer = torch.optim.AdamW(trained, lr=0.0, fused=True, capturable=on_gpu)
         self.base.train(self.which != GENERATE)
 
@@ -107,7 +107,7 @@ class Measurement:
         """Return a checked call, and its MiB at peak on a GPU.
 
         Raises:
-            AssertionError: its values are not the wanted ones.
+            AssertionError: the values of the call differ from `wanted`.
         """
         model = with_experts(self.base, name, self.options.implementation)
         if self.mode == "compiled":
@@ -116,7 +116,7 @@ class Measurement:
         if self.mode == "graph":
             run, peak, self.pool = captured(run, model, self.pool)
         else:
-            for _ in range(10 if self.mode == "compiled" else 2):  # with PEFT's wrappers many calls compile
+            for _ in range(10 if self.mode == "compiled" else 2):  # with PEFT's wrappers, more than one call compiles
                 run()
         unit = max(torch.finfo(self.base.dtype).eps, 1e-5)
         limits = {"loss": unit / 8, "gradient_norm": unit}
@@ -165,11 +165,11 @@ def bench(
     measurement = Measurement(base, shared["pass"], shared["mode"], tokens, options)
     plain = Measurement(base, GENERATE if generates else PASSES[0], "eager", tokens, options)
     wanted, error = attempt(lambda: plain.values(base, partial(plain.run, base)))
-    if wanted is None:  # transformers' default has no memory for this pass, so there is nothing to check others with
+    if wanted is None:  # without values of transformers' default, other implementations cannot be checked
         return [{**row, "error": row["error"] or error} for row in rows.values()]
     base.zero_grad()
     runs, host = {}, {}
-    # All implementations are forms of the same compiled code, so each gets the usual number of compilations.
+    # All implementations recompile the same code, so the limit of recompilations grows with their number.
     with torch._dynamo.config.patch(recompile_limit=8 * len(rows)):
         for name in [name for name, row in rows.items() if row["error"] is None]:
             prepared, rows[name]["error"] = attempt(partial(measurement.prepare, name, wanted))

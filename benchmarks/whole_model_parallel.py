@@ -8,13 +8,13 @@
 The model has the width of the published one, few layers, a vocabulary of 32,000 and random weights. Each rank has its
 own tokens. A call is a forward and backward, with the communication that averages the gradients. Ways:
 
-* `one_gpu`: every rank has the whole model and averages nothing, with these experts; not if two copies of the
+* `one_gpu`: every rank has the whole model with our experts, and averages nothing; omitted if two copies of the
   parameters take most of a GPU's memory
 * `shard_experts/DISPATCHER`: all ranks share the experts, FSDP2 shards the rest
-* `fsdp2`: FSDP2 shards everything and gathers whole layers, with these experts
+* `fsdp2`: FSDP2 shards everything and gathers whole layers, with our experts
 * `transformers/IMPLEMENTATION`: transformers' own expert parallelism and FSDP2, with `ep_implementation`
 
-Before its times, the losses of a way and the norm of the averaged gradient must agree with those of transformers' own
+Before a way is timed, its losses and the norm of its averaged gradient must agree with those of transformers' own
 experts on one rank. Without `one_gpu` the norm must be that of the first way. A way that fails has an `error` instead
 of times. Ways run one after another, because memory may not hold two; `one_gpu` runs first and last, to show drift. The
 slowest rank of each call counts. `comm_ms` is the time of collectives on the first rank, hidden or not. `peak_gib`
@@ -66,11 +66,11 @@ EMPTY = dict.fromkeys(MEASURED)
 @dataclass
 class Expected:
     loss: float  # this rank's
-    norm: float | None  # of the ranks' mean gradient; None until a way has computed it
+    norm: float | None  # norm of the ranks' mean gradient; None until a way has computed it
 
 
 def build(shared: Row, options: argparse.Namespace, device: torch.device) -> Any:
-    """Return the model without these experts."""
+    """Return the model with transformers' own experts."""
     model: Any = make_model(shared["model"], shared["layers"], str(device), options.dtype).train()
     if shared["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -118,7 +118,7 @@ def compiled(model: Any, shared: Row) -> Any:
 
 
 def by_transformers(model: Any, implementation: str) -> nn.Module:
-    """Distribute a model as `from_pretrained` does with a `DistributedConfig`, without its files."""
+    """Distribute a model as `from_pretrained` does with a `DistributedConfig`, but without reading files."""
     from transformers.distributed.utils import initialize_distributed_mesh
 
     num_ranks = distributed.get_world_size()
@@ -136,7 +136,7 @@ def run(model: nn.Module, tokens: Tensor) -> Tensor:  # scalar
 
 
 def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expected:
-    """Return what transformers' own experts give. The norm is missing if gradients need too much memory."""
+    """Return loss and norm with transformers' own experts. The norm is None if gradients need too much memory."""
     model = build(shared, options, tokens.device)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if tokens.is_cuda and 2 * num_bytes > 0.7 * torch.cuda.get_device_properties(tokens.device).total_memory:
@@ -151,7 +151,7 @@ def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expect
 
 
 def check(name: str, model: nn.Module, tokens: Tensor, wanted: Expected) -> None:
-    """Raise AssertionError, on all ranks, unless a call has the wanted loss and, where it is averaged, gradient."""
+    """Raise AssertionError, on all ranks, unless a call has the wanted loss and, except `one_gpu`, gradient norm."""
     loss, norm = run(model, tokens).item(), wanted.norm
     if name != ONE:
         norm = clip_grad_norm_(model.parameters(), float("inf")).item()

@@ -20,10 +20,10 @@ class Command:
     Args:
         doc: text of `--help`.
         add_options: adds the benchmark's own options. `set_defaults` changes those of the shared ones.
-        tasks: a generator of what to measure. `options.dtype` is bfloat16 on a GPU, otherwise float32.
-        columns: printed fields of a row, where it has them; default: all.
-        readers: by option ("--plot"), a function that prints what results files say. Nothing is measured then.
-        constants: returns fields of every row, next to those of the environment.
+        tasks: a generator of measurements. `options.dtype` is bfloat16 on a GPU, otherwise float32.
+        columns: fields to print, if a row has them; default: all fields of the first row.
+        readers: functions by option ("--plot") that print or plot results files. Nothing is measured then.
+        constants: returns fields of every row, in addition to those of the environment.
         finish: called with the options and all rows at the end.
     """
 

@@ -61,7 +61,7 @@ def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None =
     """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all dtypes.
 
     Args:
-        num_experts: check the first experts, with as many rows per expert, because memory for all lacks; default: all.
+        num_experts: check only this many first experts, with as many rows each, to save memory. Default: all.
     """
     num_all, (w_up, w_down) = layer.num_experts, (layer.experts.w_up, layer.experts.w_down)
     num_experts = num_experts or num_all
@@ -115,12 +115,12 @@ def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], obj
 def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float] | tuple[None, None]:
     """Return (saved, peak) MiB, or None without a GPU.
 
-    The peak is measured from before the forward, gradients included. The layer has run.
+    The peak excludes memory from before the forward, and includes gradients. The layer must have run before.
     """
     if not tokens.is_cuda:
         return None, None
     layer.zero_grad()
-    run = passes(layer, tokens)  # with a leaf of its own, which has no gradient yet that the run would free
+    run = passes(layer, tokens)  # makes a new leaf, which has no gradient that the run could free
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = run["forward"]()

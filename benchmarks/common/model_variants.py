@@ -43,7 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration,
 NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # of models that `benchmarks.huggingface` and `benchmarks.generate` time
 OURS = "moe_layers"
 VOCABULARY = 32000
-ATTENTION = "causal_without_mask"  # in transformers' registry of attention functions
+ATTENTION = "causal_without_mask"  # name in transformers' registry of attention functions
 
 
 def attend(
@@ -59,8 +59,8 @@ def attend(
     """Compute causal attention of whole sequences, or of one new token. `s_aux` are the logits of gpt-oss's sinks."""
     if s_aux is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
-    # A sink is a key in front of the others: 0 but for one more column, where each query holds the sink's logit.
-    # Kernels want widths that are multiples of 8, and as many queries as keys: a query in front is dropped afterwards.
+    # A sink is an added first key. In an added column it holds 1, other keys hold 0, and queries hold the sink's logit.
+    # Kernels need widths that are multiples of 8, and as many queries as keys. The added first query is dropped again.
     length, width = query.shape[2:]
     logits = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     query = functional.pad(torch.cat([query, logits], -1), (0, 7, int(length > 1), 0))
@@ -96,13 +96,13 @@ def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
 
 
 def size(text: str) -> tuple[int, int]:
-    """Return batch and length of an option."""
+    """Return batch and length of an option such as 4x4096."""
     batch, length = text.split("x")
     return int(batch), int(length)
 
 
 def free_memory() -> None:
-    gc.collect()  # modules with hooks are cycles
+    gc.collect()  # modules with hooks are in reference cycles
     torch.cuda.empty_cache()  # does nothing without a GPU
 
 
@@ -134,7 +134,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
     """Capture `run`.
 
     Args:
-        pool: of another graph that never runs at the same time; None for a new one.
+        pool: memory pool of a graph that never runs at the same time; None for a new pool.
 
     Raises:
         RuntimeError: the pass waits for the GPU.

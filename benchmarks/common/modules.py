@@ -1,4 +1,4 @@
-"""Modules that compute one layer: checked, and timed in turns next to the dense GEMMs."""
+"""Checks modules that compute one layer, and times them in turns with the dense GEMMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of results files. matplotlib is imported where one is drawn."""
+"""Figures of results files. matplotlib is imported only to draw a figure."""
 
 from __future__ import annotations
 

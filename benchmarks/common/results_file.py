@@ -19,10 +19,10 @@ Task = tuple[Row, Callable[[], list[Row]]]  # values that all rows of a measurem
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
-    """Return the result and None, or None and the error, which takes the place of the times of a failing variant."""
+    """Return (result, None) or (None, error). Rows of a failing variant hold the error instead of times."""
     try:
         return function(), None
-    except Exception as error:  # of any kind: other libraries, compilers and missing memory fail in many ways
+    except Exception as error:  # libraries, compilers and missing memory raise errors of many classes
         return None, f"{type(error).__name__}: {error}"[:500]
 
 
@@ -67,7 +67,7 @@ class ResultsFile:
                 raise SystemExit(f"--resume: rows of {self._path} must be of {options.commit}, got {others}")
 
     def measure(self, tasks: Iterable[Task]) -> Iterator[list[Row]]:
-        """Run the tasks that the file lacks, while the longest one so far would end in time. Yield their rows."""
+        """Run the tasks that the file lacks, and yield their rows. Stop before a task that may exceed the limit."""
         for shared, measure in tasks:
             if any(shared.items() <= row.items() for row in self.rows):
                 continue

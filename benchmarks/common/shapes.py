@@ -42,7 +42,7 @@ class Shape:
         return self.num_experts * self.d_model * (self.up_columns + self.d_ff)
 
     def with_tokens(self, num_tokens: int) -> Shape:
-        """Return the layer with another number of tokens, which its name then holds."""
+        """Return the layer with another number of tokens. The name ends with this number."""
         return replace(self, name=f"{self.name}-t{num_tokens}", num_tokens=num_tokens)
 
     def of_one_process(self, num_ranks: int) -> Shape:

@@ -22,12 +22,12 @@ from .rank_timing import largest, time_together
 
 
 def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> dict[str, str]:
-    """Return the implementations whose outputs or gradients, of a few experts, differ from the first's, and by how
+    """Return the implementations that differ from the first one in outputs or gradients of a few experts, and by how
     much.
 
-    Differences are measured by their norm, on the rank where it is largest. If each token's weights are zeros and a
-    one, the router's gradient holds only rounding errors, which are ignored below a millionth of its terms' possible
-    size.
+    Differences are relative norms, on the rank where they are largest. If each token's weights are zeros and a one, the
+    router's gradient holds only rounding errors. The gradient's norm then counts as at least a millionth of its terms'
+    possible size.
     """
     expected: list[Tensor] = []
     least = [0.0] * 5
@@ -55,7 +55,7 @@ def _product_of_norms(*tensors: Tensor) -> float:  # [T, D] each
 
 
 def _relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the relative error of a value of at least this size. Infinite if either value is not finite."""
+    """Return the error relative to the expected norm, or to `least` if larger. Huge if a value is not finite."""
     size = expected.float().norm().clamp(min=max(least, torch.finfo(torch.float32).tiny))
     return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
 
@@ -115,7 +115,7 @@ def bench_layer(
 
 
 def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: float) -> list[dict]:
-    """Return result rows. `busiest`: the rows of the busiest rank, in even shares."""
+    """Return result rows. `busiest`: rows of the busiest rank over the mean of all ranks."""
     rows, baseline = [], timings.get(f"{BASELINE}/{which}")
     for name in names:
         timing = timings[f"{name}/{which}"]

@@ -20,7 +20,7 @@ from .implementations import BASELINE, local_layer, make_implementation, make_la
 
 
 class StandIn(Ranks):
-    """Ranks of which only this one exists. The others count as having sent the same, so that all shapes are right."""
+    """One rank without its group. The other ranks count as sending the same data, so that all shapes are right."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.size)
@@ -44,7 +44,7 @@ def stand_in(module: MoEFeedForward) -> MoEFeedForward:
 def compile_kernels(
     configurations: list[tuple[Shape, DeviceMesh]], routings: list[str], names: list[str], dtype: torch.dtype
 ) -> None:
-    """Run every implementation of every configuration once, on some rank; then wait for the other ranks."""
+    """Run every implementation but the baseline once per configuration, on one rank. Wait for the other ranks."""
     for shape, mesh in configurations[distributed.get_rank() :: distributed.get_world_size()]:
         layer = make_layer(shape, mesh, dtype)
         for routing in routings:

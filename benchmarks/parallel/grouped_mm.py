@@ -1,6 +1,6 @@
 """Baseline of expert parallelism: grouped_mm and a plain all-to-all, as in training frameworks.
 
-It runs eager, like the layers it is compared with: nothing is compiled.
+The baseline runs eagerly, like the layers that it is compared with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moe_layers.parallel.collectives import Ranks
 class TorchAllToAll(nn.Module):
     """The layer from `torch.nn.functional.grouped_mm`, PyTorch's sorting and gathering, and differentiable collectives.
 
-    Tokens are sorted by expert, exchanged, sorted by local expert, computed, and moved back in the same steps. Counts
+    Tokens are sorted by expert, exchanged, sorted by local expert, computed, and moved back in reverse order. Counts
     are exchanged first and read by the host. The layer shares its parameters with an `MoEFeedForward`.
     """
 
@@ -64,7 +64,7 @@ class TorchAllToAll(nn.Module):
 
 
 def _put(rows: Tensor, places: Tensor) -> Tensor:
-    """Write each row to its place. Each place occurs once, so nothing else is written or copied."""
+    """Write each row to its place. Each place occurs once, so every row of the new tensor is written."""
     return torch.empty_like(rows).index_copy_(0, places, rows)
 
 

@@ -42,8 +42,8 @@ IMPLEMENTATIONS = (*STYLES, BASELINE)
 
 
 def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedForward:
-    """Return a layer with the same router on all ranks, but other experts on each, which were never whole. A row sent
-    to a wrong rank then changes the results."""
+    """Return a layer with the same router on all ranks, but different experts on each. Then a row sent to a wrong rank
+    changes the results. No rank holds all experts at any time."""
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
     implementation = "triton" if mesh.device_type == "cuda" else "reference"
     layer = MoEFeedForward(*sizes, device="meta", dtype=dtype, implementation=implementation)

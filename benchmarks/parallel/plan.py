@@ -5,10 +5,10 @@ rows of `benchmarks.whole_model_parallel`; without rows, they are the assumption
 
     time = FLOPs / rate + bytes of the experts' all-to-alls / bandwidth + the part of FSDP2's bytes that is not hidden
 
-Nothing else is hidden: the prediction is one of the "alltoall" dispatcher without overlap. Layers are checkpointed, so
-that the forward and its all-to-alls count twice. FSDP2 shards the rest of the model over
-all GPUs, and experts over the copies of each. Its transfers overlap with compute: they count where they exceed it.
-Between hosts, they run at the bandwidth of the network. Memory has bfloat16 parameters and gradients, float32 AdamW
+Nothing else is hidden: the prediction is for the "alltoall" dispatcher without overlap. Layers are checkpointed, so
+that the forward and its all-to-alls count twice. FSDP2 shards the rest of the model over all GPUs, and experts over the
+copies of each. FSDP2's transfers overlap with compute: only the time beyond compute counts. Between hosts, they run at
+the bandwidth of the network. Memory has bfloat16 parameters and gradients, float32 AdamW
 states and master weights, all sharded, the inputs of all layers, and the activations of one layer.
 """
 
@@ -19,22 +19,22 @@ from typing import Any
 
 from ..common.results_file import Row
 
-RATE = 400e12  # assumed FLOP/s of a GPU, with everything that is not a matrix product
+RATE = 400e12  # assumed FLOP/s of a GPU over a whole step, without communication
 BANDWIDTH = 300e9  # assumed bytes/s of an all-to-all in one host, per direction
 NETWORK = 45e9  # bytes/s of a GPU between hosts
 PER_HOST = 8
 LENGTH = 4096
-TOKENS = 4 * LENGTH  # of each GPU
-STATE_BYTES = 2 + 2 + 4 + 4 + 4  # of a parameter: itself, its gradient, its master and two moments
+TOKENS = 4 * LENGTH  # tokens of each GPU
+STATE_BYTES = 2 + 2 + 4 + 4 + 4  # bytes per parameter: itself, gradient, master and two moments
 COLUMNS = ("model", "gpus", "ep", "parameters_b", "active_b", "gib", "tokens_per_s_per_gpu", "published")
 COLUMNS += ("compute_ms", "all_to_all_ms", "exposed_fsdp_ms")
-EXCHANGES = 4  # in a layer: tokens and outputs, and their gradients
-RECOMPUTED = 2  # tokens and outputs once more
+EXCHANGES = 4  # all-to-alls of a layer: tokens and outputs, and their gradients
+RECOMPUTED = 2  # all-to-alls of the recomputation: tokens and outputs
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of a published model, in parameters of one layer where nothing else is said."""
+    """Sizes of a published model. Numbers of parameters are per layer unless a comment says otherwise."""
 
     name: str
     layers: int
@@ -108,7 +108,7 @@ def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
     compute = TOKENS * model.flops / rate
     row_bytes = TOKENS * model.top_k * model.d_model * 2 * (ep - 1) / ep
     all_to_all = (EXCHANGES + RECOMPUTED) * model.moe_layers * row_bytes / bandwidth
-    # Gathered in forward and again in backward, and gradients reduced: three times the bytes of the parameters.
+    # Parameters are gathered in forward and in backward, and gradients reduced: three times the parameters' bytes.
     slowest = NETWORK if copies > 1 else bandwidth
     rest = 3 * 2 * model.rest * (gpus - 1) / gpus / slowest
     of_experts = 3 * 2 * model.experts / ep * (copies - 1) / copies / NETWORK
@@ -137,7 +137,7 @@ def _rows_of(rows: list[Row], way: str) -> list[Row]:
 
 
 _BY_NAME = {model.name: model for model in MODELS}
-_VOCABULARY = 32000  # of the measured models
+_VOCABULARY = 32000  # vocabulary of the measured models
 
 
 def measured_rate(rows: list[Row]) -> float | None:

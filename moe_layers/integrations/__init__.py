@@ -1,2 +1,2 @@
-"""This package's experts in models of other libraries. Each module imports its library, and nothing else imports the
-module."""
+"""This package's experts in models of other libraries. The rest of `moe_layers` imports none of these modules, because
+they import those libraries."""

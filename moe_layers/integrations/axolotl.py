@@ -29,7 +29,7 @@ class MoELayersPlugin(BasePlugin):
         """Check the configuration.
 
         Raises:
-            ValueError: axolotl's own kernels or its expert parallelism are to compute the experts.
+            ValueError: the configuration selects other kernels, another experts implementation or expert parallelism.
         """
         others = {name: cfg.get(name) for name in _KERNELS if cfg.get(name)}
         if cfg.get("experts_implementation") not in (None, NAME):
@@ -40,5 +40,5 @@ class MoELayersPlugin(BasePlugin):
             raise ValueError(f"MoELayersPlugin: it must compute the experts alone, got {others}; remove these settings")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Enable the model. Raises ValueError if it holds experts that are not supported, or replaced."""
+        """Enable the model. Raise ValueError if its experts are unsupported, or their forwards were replaced."""
         _LOG.info("%s", enable_whole("MoELayersPlugin", model))

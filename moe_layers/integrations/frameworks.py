@@ -1,4 +1,4 @@
-"""Enables models of training frameworks, all of whose experts this package must compute."""
+"""Enables models for training frameworks, unless another kernel computes some of the experts."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
 The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). It holds
-`moe_kernels`, whose ops get a namespace of their own, and a layer without state, `MoEExperts`, that computes the
-experts modules of transformers. With `--build` it also holds the built variant, which `kernels` loads locally.
+`moe_kernels`, whose ops get their own namespace, and `MoEExperts`. This layer without state computes the experts
+modules of transformers. With `--build` the folder also holds the built variant, which `kernels` loads locally.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
     Args:
         directory: must be empty or not exist.
-        name: of the repository, lower-case words joined by "-".
-        version: of the kernel on the Hub.
+        name: name of the repository: lower-case words joined by "-".
+        version: version of the kernel on the Hub, at least 1.
         build: also write `build/torch-universal`, as the builder does.
 
     Raises:

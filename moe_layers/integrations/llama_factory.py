@@ -29,10 +29,10 @@ def enable_experts(model: Any, include_kernels: Any = None) -> Any:
     """Enable the model, and return it.
 
     Args:
-        include_kernels: ignored. LLaMA-Factory passes it to every kernel plugin.
+        include_kernels: must be None or False. LLaMA-Factory passes this argument to every kernel plugin.
 
     Raises:
-        ValueError: the model holds experts that are not supported, or a kernel of LLaMA-Factory replaced their forward.
+        ValueError: `include_kernels` is set, experts are unsupported, or a LLaMA-Factory kernel replaced their forward.
     """
     if include_kernels not in (None, False):
         raise ValueError(f"moe_layers: kernel_config must have no include_kernels, got {include_kernels!r}")

@@ -6,8 +6,8 @@
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
     spec.submodules.mlp.submodules.experts = GroupedExperts
 
-Router, dispatchers, shared experts and parallelism stay Megatron's. Distributed checkpoints are those of its own
-experts, `SequentialMLP` and `TEGroupedMLP`: either reads the other's.
+Router, dispatchers, shared experts and parallelism stay Megatron's. Distributed checkpoints are interchangeable with
+those of Megatron's own experts, `SequentialMLP` and `TEGroupedMLP`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupedExperts(MegatronModule):
     """The experts of a rank in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
 
     With `gradient_accumulation_fusion`, backward adds the weights' gradients to `main_grad`, in its dtype. With
-    `delay_wgrad_compute`, `backward_dw` computes them.
+    `delay_wgrad_compute`, `backward_dw` computes these gradients.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -78,7 +78,7 @@ class GroupedExperts(MegatronModule):
         tokens_per_expert: Tensor,  # [E]
         permuted_probs: Tensor,  # [R]
     ) -> tuple[Tensor, None]:  # [R, H]
-        """Compute the experts of rows that are sorted by expert, weighted. The second result is the absent bias."""
+        """Return the weighted expert outputs of rows sorted by expert, and None for the absent bias."""
         rows = permuted_local_hidden_states
         offsets = tokens_per_expert.to(rows.device).cumsum(0).int()
         probs = permuted_probs.unsqueeze(-1)
@@ -91,7 +91,7 @@ class GroupedExperts(MegatronModule):
 
     @torch.no_grad()
     def backward_dw(self) -> None:
-        """Compute the gradients of the weights that backward has left, with `delay_wgrad_compute`."""
+        """Compute the weight gradients that `delay_wgrad_compute` delayed, then call the registered hooks."""
         while self._delayed:
             weight, rows, dout, offsets = self._delayed.pop(0)
             gradient = self.weight_gradient(weight, rows, dout, offsets)
@@ -105,13 +105,13 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def delay(self, *gradient: Tensor) -> bool:
-        """Keep the operands of a weight's gradient. Return whether `backward_dw` computes it."""
+        """Keep the operands of a weight gradient if gradients are delayed. Return whether they are."""
         if self._delays:
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in], or add it to `main_grad` and return what Megatron's hooks ignore."""
+        """Return the gradient [E, out, in]. If fused, add it to `main_grad` and return the result of `mark_added`."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # hooks of saved tensors may drop its attributes
+        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may drop the weight's attributes
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -194,7 +194,7 @@ def _check(config: Any, tensor_parallel: int) -> None:
         raise ValueError(f"GroupedExperts: the configuration must be without these settings, got {got}")
 
 
-_ACTIVATIONS = {  # by name, gated_linear_unit, whether values are clamped, and glu_linear_offset
+_ACTIVATIONS = {  # by (name, gated_linear_unit, whether values are clamped, glu_linear_offset)
     ("silu", True, False, 0.0): "swiglu",
     ("silu", True, True, 0.0): "clamped_swiglu",
     ("gelu", True, False, 0.0): "geglu",

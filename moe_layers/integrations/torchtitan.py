@@ -2,9 +2,9 @@
 
     --override.imports moe_layers.integrations.torchtitan.moe
 
-`moe` gives the choice of the router to one op, which sorts, gathers, computes and combines without copies of tokens.
-With expert parallelism, torchtitan's dispatcher brings the rows and the op computes the experts. `grouped_experts`
-replaces the experts alone. Sharding, dispatchers, routers and checkpoints stay torchtitan's.
+`moe` sorts the router's choice and calls one op, which gathers, computes and combines without copies of tokens. With
+expert parallelism, torchtitan's dispatcher sends the rows, and `FusedExperts` computes them. `grouped_experts` replaces
+the experts alone. Sharding, dispatchers, routers and checkpoints stay torchtitan's.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FusedExperts(GroupedExperts):
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Routed experts as one op where all experts are local; with another dispatcher, between its two steps."""
+    """Routed experts, computed by one op if all are local. Otherwise torchtitan's own forward dispatches the rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -78,7 +78,7 @@ class FusedRoutedExperts(RoutedExperts):
 
     @property
     def is_local(self) -> bool:
-        """Return whether the dispatcher only reorders: the plain one, or the usual one without a mesh for experts."""
+        """Return whether the dispatcher only reorders rows: it is local, or an all-to-all without an expert mesh."""
         dispatcher = self.token_dispatcher
         local = type(dispatcher) is AllToAllTokenDispatcher and dispatcher.ep_mesh is None
         return local or type(dispatcher) is LocalTokenDispatcher
@@ -103,7 +103,7 @@ def grouped_experts(cfg: Any) -> Any:
     """Replace the experts' configuration by that of `FusedExperts`.
 
     Raises:
-        ValueError: they are not torchtitan's own SwiGLU experts.
+        ValueError: the experts are not torchtitan's own SwiGLU experts.
     """
     if type(cfg) is not GroupedExperts.Config:
         raise ValueError(f"grouped_experts: experts must be GroupedExperts, got {type(cfg).__qualname__}")
@@ -115,7 +115,7 @@ def moe(cfg: Any) -> Any:
     """Replace the routed experts of a layer's configuration.
 
     Raises:
-        ValueError: they are not torchtitan's own SwiGLU experts.
+        ValueError: the routed experts are not torchtitan's own SwiGLU experts.
     """
     routed = cfg.routed_experts
     if type(routed) is not RoutedExperts.Config or type(routed.inner_experts) is not GroupedExperts.Config:

@@ -1,4 +1,4 @@
-"""Groups of weights in one buffer of bytes each, to be sent by one broadcast."""
+"""Packs weights into buckets. Each bucket is one buffer of bytes, which one broadcast can send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_positive
 
-_ALIGNMENT = 16  # bytes; any dtype may be viewed there
+_ALIGNMENT = 16  # bytes; a view of any dtype may start at a multiple
 
 
 class Entry(NamedTuple):
@@ -57,7 +57,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, checksums: bool = False) -> Iterator[Bucket]:
-    """Yield the weights in their order, in buckets of at most `max_bytes`. A larger tensor has a bucket of its own.
+    """Yield the weights in order, in buckets of at most `max_bytes` on one device. A larger tensor is one bucket.
 
     Memory holds one bucket, and the tensors that it was made from.
 

@@ -1,6 +1,6 @@
 """The layout of experts that the loaders of inference engines read, by architecture.
 
-vLLM 0.33.0: `load_weights` in vllm/model_executor/models. flex_olmo and hunyuan_v1_moe have no file there: its
+vLLM 0.33.0: `load_weights` in vllm/model_executor/models. flex_olmo and hunyuan_v1_moe have no file there, so vLLM's
 transformers backend loads them. SGLang 0.5.23: `load_weights` in sglang/srt/models. Every row was compared with these
 files. Both engines take the names of published checkpoints, and stack gate and up of each expert in one parameter.
 """
@@ -53,7 +53,7 @@ def engine_layout(engine: str, *model_types: str | None) -> str:
     """Return the layout of experts that an engine reads.
 
     Args:
-        model_types: of the text model, and of the model around it.
+        model_types: model_type of the text model, then of the model around it.
 
     Raises:
         ValueError: the engine is not known to load this architecture.
@@ -69,7 +69,7 @@ def engine_layout(engine: str, *model_types: str | None) -> str:
 
 
 def check_engine(engine: str, expected: str, prefix: str, found: Iterable[str]) -> None:
-    """Raise ValueError unless the layout of a block's tensors may be the one that the engine reads."""
+    """Raise ValueError unless the layout that the engine reads is one of those that fit the block's tensors."""
     names = list(found)
     if expected not in names:
         raise ValueError(

@@ -34,15 +34,15 @@ def iter_weights(
     The model may be one of transformers, enabled or not, or any module with `MoEFeedForward` layers. It may be sharded
     by FSDP2 or expert parallelism: then all ranks must iterate, in step, and each gets the whole tensors. Active LoRA
     adapters are added, in float32, and rounded once; the model keeps them. Weights in FP8, MXFP4 or 4 bits are
-    dequantised. Tied weights come once.
+    dequantised. Tied weights are yielded once.
 
     Memory holds one layer beyond the model, or less where tensors are views of its parameters. A tensor is valid until
     the model changes. An engine that loads asynchronously needs copies, as `pack` makes them.
 
     Args:
-        layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, once it
-            is checked that the engine loads this architecture's experts so: per expert (most models) or packed. The
-            matrices of Qwen3-VL-MoE are transposed for engines, as published.
+        layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, after a
+            check that the engine reads this architecture's layout: per expert (most models) or packed. The matrices of
+            Qwen3-VL-MoE are transposed for engines, as published.
         keep_quantized: yield FP8 and MXFP4 as they are stored, numbers and scales, for an engine whose configuration
             names this quantisation. Default: False.
 
@@ -132,7 +132,7 @@ class _Stream:
 
 
 def _naming(root: Any) -> SimpleNamespace:
-    """Return what transformers reads of a model to name its weights.
+    """Return the attributes of a model that transformers reads to name its weights.
 
     Conversions of a quantiser are left out: weights are dequantised here, or keep their names.
     """
@@ -195,7 +195,7 @@ class _LayerState(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if self.last[0] != name:
-            self.last = "", None  # first, to free it
+            self.last = "", None  # frees the last weight before the next read
             self.last = name, self._read(name)
         return self.last[1]
 
@@ -253,7 +253,7 @@ def _unwrapped(model: Any) -> nn.Module:
 
 
 def _check_whole(root: nn.Module) -> None:
-    """Raise ValueError if ranks share parameters in a way that is not read here."""
+    """Raise ValueError if FSDP1 wraps modules or DeepSpeed partitions parameters."""
     for name, module in root.named_modules():
         if hasattr(module, "_fsdp_wrapped_module"):
             kind = type(module).__name__

@@ -1,4 +1,4 @@
-"""The tensors of a model one by one: whole, with adapters added, under the names of the model without wrappers."""
+"""Reads the tensors of a model one by one: whole, with adapters added, named as in the model without wrappers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Value(NamedTuple):
     """A tensor of the model, made when it is read.
 
     Attributes:
-        experts: the module of a transformers model that holds it for all experts, else None.
+        experts: the experts module of a transformers model if the tensor holds all experts, else None.
     """
 
     name: str
@@ -48,11 +48,11 @@ class LayerValue(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """How tensors are read.
+    """Reads the tensors of a model.
 
     Attributes:
         keep_quantized: FP8 and MXFP4 stay as they are stored.
-        dtype: of dequantised FP8 weights.
+        dtype: dtype of dequantised FP8 weights.
     """
 
     keep_quantized: bool
@@ -138,7 +138,7 @@ class Reader(NamedTuple):
         numbers, scales = gathered(full, numbers), gathered(full, scales)
         out = torch.empty_like(numbers, dtype=self.dtype)
         by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
-        for matrix, stored, scale in by_expert:  # the numbers and scales in float32 are larger than the result
+        for matrix, stored, scale in by_expert:  # by expert, because the float32 numbers are larger than the result
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
 
@@ -174,15 +174,15 @@ def gathered(name: str, tensor: Any) -> Tensor:
 
 
 def peft_class(module: nn.Module) -> str | None:
-    """Return the name of the class of PEFT that a module is of. FSDP2 derives classes from those of modules."""
+    """Return the name of a module's PEFT class, or None. FSDP2 derives classes, so base classes count."""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")), None)
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
-    """Return what a wrapper of PEFT holds, and its active adapters by the name of the weight.
+    """Return the module inside a wrapper of PEFT, and the wrapper's active adapters by the name of the weight.
 
     Raises:
-        ValueError: it changes more than weights by plain LoRA.
+        ValueError: the wrapper does more than add plain LoRA to a weight.
     """
     kind = peft_class(module)
     if hasattr(module, "original_module"):
@@ -207,7 +207,7 @@ def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRan
 
 
 def own_memory(tensor: Tensor, held: Any) -> Tensor:
-    """Return a tensor that may be overwritten: a copy if it is the memory of the parameter `held` itself."""
+    """Return a tensor that may be overwritten: a copy if `tensor` has the memory of the parameter `held`."""
     local = held.to_local() if is_dtensor(held) else held
     return tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
 

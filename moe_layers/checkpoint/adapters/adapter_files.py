@@ -2,8 +2,8 @@
 
 For each adapted parameter [E, out, in] of an experts module, PEFT stores `lora_A.weight` and `lora_B.weight`. Their
 names contain one `base_layer` for each wrapper that is further out. The wrapper of the module's first parameter is
-innermost. If parameters are in 4 bits, and therefore parametrizations, it is that of the first name in the alphabet.
-The widths of gated experts tell the order.
+innermost. For parameters in 4 bits, which are parametrizations, the first name in the alphabet is innermost. The widths
+of gated experts tell which order a file has.
 
     orientation "0.19"      lora_A [E r, in], the expert slowest      lora_B [out, r E], the expert fastest
     orientation "0.18"      lora_A [E r, out]                         lora_B [in, r E]
@@ -37,7 +37,7 @@ ADAPTER_LAYOUTS = ("peft", "vllm_3d", "per_expert")
 
 ROOT = "base_model.model."  # prefix of PEFT's keys
 _WRAPPED = re.compile(r"(?P<prefix>(?:.*\.)?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight")
-_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in the order of the module
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in order of declaration
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     keys = prefix, f"{prefix}.base_layer"
     factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
     widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
-    # An order and an orientation fit together at most once, because 2F is not F.
+    # At most one pair of order and orientation fits, because 2F is not F.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
 
@@ -223,7 +223,7 @@ def _orientation(pairs: list[_Pair], config: dict, asked: str | None) -> tuple[s
 
 
 def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
-    """Compare F and D of gated up and down parameters. Both orientations cannot fit, because 2F is not F."""
+    """Return the orientation that the widths of gated experts tell, or None. Only one fits, because 2F is not F."""
     told: dict[str, str] = {}  # orientation -> a layer whose shapes tell it
     for prefix, of_layer in _by_prefix(pairs).items():
         sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in of_layer}
@@ -354,8 +354,8 @@ def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str,
 
 
 def _per_expert_config(adapter: PeftAdapter) -> dict:
-    """Return the configuration for adapters of modules instead of parameters. The names of parameters are removed from
-    its patterns."""
+    """Return the configuration for adapters of modules instead of parameters. Experts move from `target_parameters` to
+    `target_modules`."""
     config = adapter.config
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")

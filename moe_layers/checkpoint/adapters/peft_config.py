@@ -30,7 +30,7 @@ def check_plain(config: dict) -> None:
 
 
 def check_mergeable(config: dict) -> None:
-    """Raise ValueError unless merging means adding the factors' product to the weights [out, in] on disk."""
+    """Raise ValueError unless adding the factors' product to the stored weights [out, in] merges them."""
     got = {name: config[name] for name in ("fan_in_fan_out", "layer_replication") if config.get(name)}
     if (initial := config.get("init_lora_weights")) not in _INITIAL:
         got["init_lora_weights"] = initial

@@ -88,12 +88,12 @@ class Block:
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def tensors(self, experts: range) -> list[str]:
-        """Return the full names of the tensors on disk, without those that hold one other expert."""
+        """Return the full names of the tensors on disk, without those of a single expert outside `experts`."""
         matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
     def expert_tensors(self) -> set[str]:
-        """Return the names below the block of weights of one expert, or of a layout of all experts."""
+        """Return the names below the block of experts' weights, whether a weight holds one expert or all."""
         stacked = {key.name for layout in LAYOUTS for key in layout.keys if key.name.startswith("experts.")}
         return {name for name in self.weights if name in stacked or _EXPERT_NUMBER.match(name)}
 

@@ -87,7 +87,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the number of scales leaves open if a block of scales may hold both gate and up rows."""
+        """Return whether the number of scales does not tell if one block spans both gate and up rows."""
         if len(self.parts) == 1 or self.interleaved:
             return False
         axis = -1 if self.transposed else -2
@@ -240,7 +240,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
         encoding: encoding of the matrices. "mxfp4" also has a layout of its own.
 
     Raises:
-        ValueError: the name is unknown, or the layout has no tensors for plain (gated) experts or for biases.
+        ValueError: the name is unknown, or the layout has no tensors for such experts (gated or plain) or for biases.
     """
     writable = [layout for layout in LAYOUTS if layout.encoding in ("", encoding)]
     names = tuple(dict.fromkeys(layout.name for layout in writable))

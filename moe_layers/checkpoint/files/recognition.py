@@ -91,7 +91,7 @@ def choose_layout(
 
     Args:
         shapes: shapes of the block's weights that hold all experts.
-        published: the layouts of this architecture, among layouts with equal names.
+        published: names of the layouts in which this architecture is published.
         recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
 
     Raises:
@@ -142,7 +142,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout of which most tensors are present. Errors name its missing tensors."""
+    """Return the layout with the most tensors in the block. Later errors name the layout's missing tensors."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

@@ -212,6 +212,6 @@ def dequantize_float4(
     scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """As `dequantize_mxfp4`."""
+    """Dequantise packed float4 as `dequantize_mxfp4` dequantises blocks, with the same errors."""
     blocks = packed.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
     return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)

@@ -1,4 +1,4 @@
-"""Experts that keep the bytes of a quantised checkpoint: `from_checkpoint(..., keep_quantized=True)`, and writing them.
+"""Reads and writes experts that keep the bytes of a quantised checkpoint: `from_checkpoint(keep_quantized=True)`.
 
 The numbers and the scales of a matrix are two matrices with the same layout, so one key describes both. FP8's scales
 belong to blocks of rows and columns. So a key may only transpose square blocks, and parts must be whole blocks of rows.

@@ -25,7 +25,7 @@ from .kept import WEIGHTS, fill_stored, keep_stored_weights
 from .plan import CheckpointSource, Fill, Plan, Planner
 from .report import LoadedTensor, LoadReport
 
-if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as PyTorch
+if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as importing torch
     from ...parallel.expert_parallel import ExpertParallel
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -156,7 +156,7 @@ def load_layer(
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
-    """Download the files that hold these tensors, and check that they exist. Some of the scales need not exist."""
+    """Download the files that hold these tensors, and check that they exist. Ignore names that no file has."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})
@@ -234,7 +234,7 @@ def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> r
 
 
 def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
-    """Return the experts' dtype on disk, or for dequantised experts the dtype in the model's configuration."""
+    """Return the experts' dtype on disk; for quantised experts the configuration's dtype, by default bfloat16."""
     stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
     if stored.encoding == "plain":
         return stored.dtype

@@ -25,7 +25,7 @@ class Fill:
     """A weight of the checkpoint and its destination.
 
     Attributes:
-        key: how its matrices become rows of the parameter; None for a plain copy.
+        key: how the weight's matrices become rows of the parameter; None for a plain copy.
         experts: the experts to read from the weight; None for a weight that belongs to no expert.
     """
 
@@ -226,7 +226,7 @@ class Planner:
         return describe(self.files, full, group, self.float8_block, self.problems)
 
     def _stacked(self, name: str) -> Stored | None:
-        """Return a weight of all experts. Its problems are reported when it is used."""
+        """Return a weight that holds all experts, or None. Report no problems yet."""
         if name not in _STACKED:
             return None
         full, group = self.block.weights[name]

@@ -17,7 +17,7 @@ class LoadedTensor:
     Attributes:
         names: the weight's tensors on disk, which belong to no other weight.
         encoding: "plain", "float8", "float4" or "mxfp4".
-        parameter: the parameter that it fills, fully or in part; `parts` and `experts` say which part.
+        parameter: the parameter that the weight fills, fully or in part; `parts` and `experts` say which part.
     """
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class LoadReport:
     Attributes:
         prefix: prefix of the block's tensor names.
         layout: name of the experts' layout; `family` is its letter.
-        tensors: each tensor of the block, used exactly once.
+        tensors: each weight that was read, used exactly once.
         other_experts: unread tensors of experts that were not requested, and of zero experts.
         parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. Kept weights
             count as one parameter of the dequantised shape.
@@ -63,7 +63,7 @@ class LoadReport:
 
     @property
     def quantization(self) -> tuple[str, ...]:
-        """Return the encodings that were dequantised."""
+        """Return the encodings of the quantised weights on disk."""
         return tuple(sorted({tensor.encoding for tensor in self.tensors} - {"plain"}))
 
     @property

@@ -35,7 +35,7 @@ def save_layer(
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
-    """Write a directory that `from_checkpoint` reads, with every value bit by bit.
+    """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
     Names and configuration are those of the model from which the layer was read. Another layer gets this package's
     names, and `config.to_dict()` as its configuration. Noise and an assignment are not saved. Experts in block FP8 or
@@ -44,11 +44,11 @@ def save_layer(
     Args:
         directory: must be empty or not exist.
         layout: layout of the experts: "per_expert", "fused", "transposed", "interleaved", ... "mxfp4" is gpt-oss's
-            layout, for experts in this format. None means the layout of the source.
+            layout, for experts in this format. None means the source's layout, if possible, else "per_expert".
 
     Raises:
-        ValueError: the layout is unknown or has no tensors for these experts, this layer lacks experts, no published
-            checkpoint has the experts' format, or the directory holds files.
+        ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,
+            no published checkpoint has the experts' format, or the directory holds files.
     """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
@@ -72,7 +72,7 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name. The default is the layout of the layer's source.
+    """Return the layout with this name. By default, it is the source's layout if possible, else "per_expert".
 
     Args:
         kept: a weight of the experts, if weights are written in their stored form.

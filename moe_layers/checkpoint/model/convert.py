@@ -46,7 +46,7 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> None:
-    """Write the model in `source` to `target` with its experts in another layout. Values keep every bit.
+    """Write the model in `source` to `target` with its experts in another layout. Plain values keep every bit.
 
     Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights that the
     source holds for zero experts are left out, because zero experts need none. Memory holds at most one output shard,

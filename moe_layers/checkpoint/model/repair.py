@@ -45,7 +45,7 @@ class RepairReport(NamedTuple):
 
 
 def repair(directory: str | os.PathLike[str]) -> RepairReport:
-    """Rename the weights of a Trainer's checkpoint to the names that it reads on `resume_from_checkpoint`.
+    """Rename the weights of a checkpoint to the names that the Trainer reads on `resume_from_checkpoint`.
 
     transformers itself loads and writes the model, in host memory. The old files keep a backup name until the new ones
     are complete and in place. After an interruption, the next call restores them and starts again. Other files of the
@@ -139,7 +139,7 @@ def _write_new_files(
 def _check_written(
     directory: Path, held: dict[str, TensorInfo], written: dict[str, TensorInfo], known: set[str]
 ) -> None:
-    """Raise ValueError unless the new files have the modules' names and the old files' elements of each dtype."""
+    """Raise ValueError unless the new files have the modules' names, and as many elements by dtype as the old."""
     if unknown := sorted(set(written) - known):
         raise ValueError(f"repair: transformers must write the names of its modules, got {first_three(unknown)}")
     before, after = _elements(held), _elements(written)

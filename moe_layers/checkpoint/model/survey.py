@@ -86,7 +86,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the layouts that fit, with their sizes, and if none fits the errors of the most similar one."""
+    """Return the fitting layouts with their sizes. If none fits, also return the errors of the most similar one."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]

@@ -129,8 +129,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     enabled model may be enabled again, with another implementation.
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
-    same configuration object then also computes its experts with `moe_kernels`. If `model` is a part of a model, such
-    as one layer, or a second model with the configuration, only the forward of its experts is replaced.
+    same configuration object then also computes its experts with `moe_kernels`. In a part of a model, such as a layer,
+    or in a second model with this configuration, `enable` only replaces the forwards of the experts.
 
     Args:
         model: any module that holds MoE blocks of transformers.

@@ -16,7 +16,7 @@ from moe_kernels.specs import ACTIVATION_KINDS
 
 from ....checks import first_three
 
-# Attributes of experts modules that hold the numbers of their activation.
+# Attributes that hold the constants of an experts module's activation.
 _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
@@ -33,7 +33,7 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
         interleaved: `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
 
     Raises:
-        ValueError: no activation of this package equals it.
+        ValueError: no activation of this package equals `apply_gate`.
     """
     values = _probe(experts)
     gate, up = (grid.reshape(-1, 1).repeat(1, _NUM_COLUMNS) for grid in torch.meshgrid(values, values, indexing="ij"))
@@ -49,7 +49,7 @@ def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) 
     """Return the plain activation that gives the results of `activation` on test values.
 
     Raises:
-        ValueError: no activation of this package equals it.
+        ValueError: no activation of this package equals `activation`.
     """
     values = _probe(experts)[:, None]
     with torch.no_grad():

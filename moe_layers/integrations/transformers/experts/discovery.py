@@ -118,8 +118,8 @@ def has_interface(module: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Yield (class, known reason) of modules that look like routed experts without a known module around or inside
-    them."""
+    """Yield class and known reason of modules that look like routed experts but neither contain nor belong to a known
+    module."""
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():

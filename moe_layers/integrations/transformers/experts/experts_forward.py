@@ -101,7 +101,7 @@ class ExpertsSpec:
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return (self._parameter(experts, self._up_name),)
 
-    def w_up(self, *parameters: Any) -> Weight:  # [E, 2F, D] in the activation's order of rows; [E, F, D]
+    def w_up(self, *parameters: Any) -> Weight:  # [E, 2F, D] in the activation's order of rows, or [E, F, D] if plain
         (parameter,) = parameters
         return self._matrices(parameter)
 
@@ -126,7 +126,7 @@ class ExpertsSpec:
         return getattr(experts, f"{self._up_name}_bias"), experts.down_proj_bias
 
     def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
-        """Convert changes of the stored parameters, by name, to changes of `w_up` and `w_down`."""
+        """Convert low-rank changes, by stored parameter, to adapters of `w_up` and `w_down`."""
         return ExpertAdapters(*self._factors(changes.get(self._up_name)), *self._factors(changes.get("down_proj")))
 
     def _factors(self, change: LowRank | None) -> tuple[Tensor | None, Tensor | None]:  # a [E, r, in], b [E, out, r]
@@ -141,7 +141,7 @@ def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
     """Recognise an experts module of the experts interface.
 
     Raises:
-        ValueError: this package cannot compute it, with the reason.
+        ValueError: this package cannot compute the module. The message gives the reason.
     """
     normed = getattr(experts, "has_post_expert_norm", False)
     if normed and experts.has_bias:
@@ -204,7 +204,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn once if PEFT computes adapters because `enable`, which lets the kernels compute them, was not called."""
+    """Warn once if PEFT computes adapters that the kernels would compute after `enable`."""
     changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
         return
@@ -243,7 +243,7 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32, or where a dispatcher placed the slots
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # the module's own, if the computed ones are parts of them
+    parameters: tuple[Weight, Weight] | None = None,  # the module's own, while local parts replace them
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that it holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
@@ -276,7 +276,7 @@ def compute_module(
 def _forms(
     experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
 ) -> ScaledForms | None:
-    """Return the kept e4m3 forms of the weights, or None without a precision or if weights are copies."""
+    """Return the kept e4m3 forms of the weights; None without a precision, for copies and under the compiler."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
@@ -311,5 +311,5 @@ def _normed_experts(
     return combine(out, topk_weights, permutation.slot_to_row, implementation=spec.implementation)
 
 
-# Registered in this file, because unpickling a model that was enabled or called may import no other.
+# Registered in this file, because unpickling an enabled or called model may import only this file.
 ExpertsInterface.register(NAME, experts_forward)

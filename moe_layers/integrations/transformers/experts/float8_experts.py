@@ -58,7 +58,7 @@ def float8_spec(experts: Any, implementation: str | None) -> Float8Spec:
     """Recognise an FP8 experts module.
 
     Raises:
-        ValueError: this package cannot compute it, with the reason.
+        ValueError: this package cannot compute the module. The message gives the reason.
     """
     kind = type(experts).__name__
     if experts.down_proj.dtype == torch.int8:
@@ -92,11 +92,10 @@ def float8_experts_forward(
     top_k_index: Tensor,  # [T, K]
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute FP8 experts whose configuration selects this implementation by name. `experts_forward` does so for other
-    experts."""
+    """Compute FP8 experts whose configuration names this implementation. `experts_forward` computes other experts."""
     _recognise_once(self)
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-# Registered in this file, because unpickling a model that was enabled or called may import no other.
+# Registered in this file, because unpickling an enabled or called model may import only this file.
 FP8ExpertsInterface.register(NAME, float8_experts_forward)

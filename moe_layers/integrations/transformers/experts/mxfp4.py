@@ -103,7 +103,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
         return True
 
     @property
-    def is_trainable(self) -> bool:  # adapters of the frozen experts, and all other parameters are
+    def is_trainable(self) -> bool:  # adapters can be trained, and all parameters but the experts' weights
         return True
 
 

@@ -56,7 +56,7 @@ class StoredMxfp4(nn.Module):
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         num_experts, size_out, num_blocks, _ = blocks.shape
         out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
-        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # without a copy of all
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # needs no full copy
             matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
         return out
 
@@ -146,7 +146,7 @@ def _names(experts: nn.Module) -> Iterator[str]:
 
 
 def _read(experts: Any, name: str) -> _Stored | None:
-    """Return a parameter's stored form if nothing but its decoding changes it."""
+    """Return a parameter's stored form, or None unless exactly one known parametrization decodes the parameter."""
     chain = getattr(experts, "parametrizations", {})
     if name not in chain or len(chain[name]) != 1:
         return None
@@ -167,7 +167,7 @@ def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
     """Describe a quantised parameter by the tensors of bitsandbytes' QuantState.
 
     Raises:
-        NotImplementedError: it is not nf4.
+        NotImplementedError: the parameter is not in nf4.
         ValueError: the block size is unknown.
     """
     op = f"moe_layers: {name}, quantised by bitsandbytes"

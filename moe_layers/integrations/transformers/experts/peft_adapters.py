@@ -40,7 +40,7 @@ _SWAPPED = "_did_swap_in_out_features"
 
 
 class Place(NamedTuple):
-    """An attribute of a module that holds experts, or the experts' outermost wrapper."""
+    """The attribute that holds an experts module or its outermost wrapper."""
 
     name: str  # name of the experts in the model without wrappers
     holder: nn.Module
@@ -246,7 +246,7 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-    """Compute the forward of a ParamWrapper. Cases that are not supported here are left to PEFT's forward."""
+    """Compute a ParamWrapper. PEFT's forward computes unsupported cases, which are an error if ranks share experts."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:

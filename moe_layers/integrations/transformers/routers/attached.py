@@ -71,7 +71,7 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
             kind = type(modules.get(router)).__name__
             if not _KINDS.search(kind):
                 continue
-            # This is the case for DBRX, and for many models before transformers 5.17.
+            # The block chooses the experts in DBRX, and in many models before transformers 5.17.
             chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
             if reason := _REFUSED.get(kind, chosen_by_block):
                 raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")

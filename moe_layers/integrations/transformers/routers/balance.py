@@ -15,7 +15,7 @@ from .model_forward import check_single_loss
 def balance_routing(
     model: nn.Module, losses: BalanceLosses | None = None, *, num_tokens: int | Tensor | None = None
 ) -> None:
-    """Count the experts that training forwards choose from now on, and add auxiliary losses to their gradients.
+    """Count the experts that training forwards choose from now on, and add the gradients of auxiliary losses.
 
     The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as those of
     `MoEFeedForward`: every backward through a layer's output adds their gradient, `aux_losses` returns their values,

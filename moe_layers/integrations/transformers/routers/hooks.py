@@ -218,7 +218,7 @@ class HookedRouter:
         logits: Tensor,  # [T, E]
         weights: Tensor,  # [T, K]
         chosen: Tensor,  # [T, K]
-        keys: Tensor | None,  # [T, E]: the scores of which the router took the top-k
+        keys: Tensor | None,  # [T, E]: the scores that the router gave to top-k
         forward: ModelForward | None,
         watches: bool,
     ) -> Tensor:  # [T, K]

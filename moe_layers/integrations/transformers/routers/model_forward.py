@@ -1,6 +1,6 @@
 """One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
 
-An MoE block of transformers gets neither the attention mask nor the forward that a checkpointed region recomputes.
+An MoE block of transformers gets no attention mask, and cannot tell which forward a checkpointed region recomputes.
 Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is recomputed. It tells the
 routers which forward backward will recompute. This works with every kind of checkpointing.
 """
@@ -69,7 +69,7 @@ class ModelForward:
 
     def sequence_lengths(self, num_tokens: int, device: torch.device) -> Tensor | int | None:
         """Return the lengths [N] of packed sequences on a layer's device. If none are packed, return one length for all
-        sequences."""
+        sequences, or None if the batch size is unknown."""
         boundaries = self._arguments.get("cu_seq_lens_q")
         if boundaries is not None:
             return torch.diff(boundaries).to(device)
@@ -137,7 +137,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, also after an exception. A hook tells the routers when its backward recomputes it."""
+    """End the forward, also after an exception. A hook tells the routers when backward recomputes this forward."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

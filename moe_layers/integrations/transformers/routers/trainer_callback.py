@@ -26,7 +26,7 @@ _METRICS = ("entropy", "margin", "max_violation", "max_call_violation", "num_dro
 
 
 class _TrainingObserver(RoutingObserver):
-    """Collects statistics only in training mode, so without the Trainer's evaluations."""
+    """Collects statistics only in training mode, which excludes the Trainer's evaluations."""
 
     def add(self, *args: Any, **kwargs: Any) -> None:
         if self.router.training:
@@ -44,8 +44,8 @@ class RoutingCallback(TrainerCallback):
     `routing/<metric>` for the mean or the worst over the layers, and `routing/<layer>/<metric>`. With several ranks,
     statistics cover all ranks.
 
-    With losses of `balance_routing`, the callback divides their gradients by the accumulation steps, multiplies them by
-    the scale of the GradScaler with `fp16=True`, and extends the batch of `global_batch` over the accumulated calls.
+    The callback divides the gradients of `balance_routing`'s losses by the accumulation steps, unless `num_tokens` is
+    set. With `fp16=True`, it multiplies them by the GradScaler's scale. `global_batch` covers the accumulated calls.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -96,7 +96,7 @@ class RoutingCallback(TrainerCallback):
                 router.counts = True
             if router.balance_losses.any:
                 share = 1 / args.gradient_accumulation_steps
-                if router.num_tokens is not None:  # the losses have their share already
+                if router.num_tokens is not None:  # this divisor already covers all accumulated calls
                     share = 1.0 if router.aux_loss_scale is None else router.aux_loss_scale
                 self._shares[name] = torch.as_tensor(share, device=router.weight.device)
 
@@ -124,7 +124,7 @@ class RoutingCallback(TrainerCallback):
             self.plot(self._plot)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Call `Trainer.log`, with the statistics in the log that the Trainer itself writes on every rank."""
+        """Call `Trainer.log`. Add the statistics to the training log, which the Trainer writes on every rank."""
         if "loss" in logs and self.trainer.control.should_log:
             logs.update(self._metrics(self.trainer.state.global_step))
         log(logs, *args, **kwargs)

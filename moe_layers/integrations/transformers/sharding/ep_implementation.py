@@ -2,8 +2,8 @@
 
     DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_layers")
 
-transformers shards the experts, reads only their share of a checkpoint, wraps the model in FSDP2 and saves it. Its
-FSDP2 divides the gradients of experts by the number of all ranks.
+transformers shards the experts, reads only each rank's experts, wraps the model in FSDP2 and saves it. FSDP2 divides
+the gradients of experts by the number of all ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DispatchedExperts(EPImplementation):
         recognise_once(experts, self._make_spec)
         ranks = Ranks.of(ep_mesh.get_group())
         name = f"{NAME}: {type(experts).__name__}"
-        style = ExpertParallel(average_gradients=False)  # transformers divides
+        style = ExpertParallel(average_gradients=False)  # FSDP2 divides the gradients
         num_local: int = experts.num_experts
         self._sharing = Sharing(name, num_local * ranks.size, ranks, style)
         setattr(experts, DISPATCHED, name)

@@ -57,12 +57,12 @@ class Sharing:
         """Return the scale of the gradients of parameters that are whole on every rank.
 
         On each rank such a gradient covers the rank's own experts and the tokens of all ranks, so the sum over ranks is
-        complete. If data-parallel ranks average gradients, they divide it in addition to the dispatcher.
+        complete. If gradients are averaged, dispatcher and data parallelism both divide; the scale undoes one division.
         """
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return the part of PEFT's factors, which are whole on every rank, for this rank's experts."""
+        """Return this rank's part of PEFT's factors, which every rank holds whole. Scale their gradients."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
@@ -101,7 +101,7 @@ class ExpertsOfModule:
 
 @contextmanager
 def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
-    """Replace each sharded parameter and buffer of an experts module by this rank's part, inside the context."""
+    """Replace sharded tensors of experts by this rank's parts, and scale the norm's gradients, inside the context."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, module in experts.named_modules():

@@ -90,8 +90,8 @@ def shard_experts(
 
     All ranks must hold the same values before the call. Each keeps its slice of them, without communication. Afterwards
     each rank has its own tokens, any number of them. All ranks must call the model equally often, in forward and
-    backward. Apply it before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they
-    may be added before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
+    backward. Shard before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they may
+    be added before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
 
     The recomputation of a checkpointed layer must choose the same experts: use `context_fn=save_communication`. The
     recomputation then sends nothing.

@@ -191,7 +191,7 @@ def _layers(state: dict[str, Tensor]) -> list[list[str]]:
 
 
 class _Writer:
-    """Converts gathered layers to the published layout, and writes each file as soon as it has its tensors."""
+    """Converts gathered layers to the published layout, and writes each file once all its tensors are gathered."""
 
     def __init__(
         self, model: Any, directory: Path, state: dict[str, Tensor], metadata: dict[str, str], max_shard_size: str
