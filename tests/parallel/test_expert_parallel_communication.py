@@ -237,11 +237,16 @@ def compiled_around_the_dispatcher(device):
     graph."""
     for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
         layer, compiled = (shard_experts(make_layer(device, shared_d_ff=8), expert_mesh(device), **style) for _ in "ab")
-        graphs = {}  # by their code, because PyTorch may compile one twice after a restart
+        graphs = {}  # of what runs, by code: PyTorch may compile a graph twice, and restarts drop graphs
 
         def backend(graph, inputs, graphs=graphs):
-            graphs[graph.code] = graph
-            return aot_eager(graph, inputs)
+            compiled = aot_eager(graph, inputs)
+
+            def run(*arguments):
+                graphs[graph.code] = graph
+                return compiled(*arguments)
+
+            return run
 
         torch._dynamo.reset()
         compile_layer = torch.compile(compiled, backend=backend, dynamic=True)
