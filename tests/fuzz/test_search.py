@@ -134,8 +134,8 @@ def test_every_kind_sees_one_wrong_element(kind, device, monkeypatch):
     case = ONE_OF_EACH[kind]
     case.check(device)
     if kind == "routing":
-        launch = permute.launch_combine
-        monkeypatch.setattr(permute, "launch_combine", lambda *args: launch(*args).index_fill_(0, FIRST.to(device), 0))
+        op = permute._combine_op
+        monkeypatch.setattr(permute, "_combine_op", lambda *args: op(*args).index_fill(0, FIRST.to(device), 0))
     else:
         plant(monkeypatch, spoil_an_element, everywhere=True)
     with pytest.raises(AssertionError, match=r"error .* exceeds"):
