@@ -1,6 +1,6 @@
 """The linear router as one op: logits, choice and weights, and their gradients. The op keeps no [T, E] tensor.
 
-`softmax.py` has the kernels of the plain softmax, and `scored_kernels.py` those of all other routers in this op.
+`softmax.py` has the kernels of the plain softmax, and `scored.py` those of all other routers in this op.
 """
 
 from __future__ import annotations
