@@ -48,7 +48,9 @@ def all_parameters(device):
     """The loss falls, the written model has it, and copies of experts change nothing."""
     found = losses(device, None)
     assert found["after"] < found["before"] - 0.01 and found["loaded"] == found["after"]
-    assert losses(device, None, (2, 1)) == pytest.approx(found, abs=2e-4)
+    copies = losses(device, None, (2, 1))
+    tolerance = 2e-4 if device.type == "cpu" else 2e-3  # GPUs train in bfloat16
+    assert copies == pytest.approx(found, abs=tolerance), f"{copies} instead of {found}"
 
 
 def adapters(device):
