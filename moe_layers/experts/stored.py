@@ -113,6 +113,18 @@ class QuantizedExperts(nn.Module):
         super()._apply(fn, recurse)
         return self
 
+    def _load_from_state_dict(self, state_dict, prefix, *args):
+        # Copying a tensor of another dtype would convert its integers, which are bits of numbers.
+        wrong = []
+        for name, dtype in self._stored_dtypes.items():
+            held = getattr(self, name).dtype
+            given = state_dict[prefix + name].dtype if prefix + name in state_dict else held
+            if given != held:
+                wrong.append(f"{prefix}{name} must be {held} with the bits of {dtype}, got {given}")
+        args[-1].extend(wrong)  # load_state_dict raises these errors
+        if not wrong:
+            super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
         return f"{self.format}, shape={list(self.shape)}, dtype={self.dtype}"
 

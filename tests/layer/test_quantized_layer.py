@@ -94,6 +94,16 @@ def test_files_hold_the_stored_bytes(format, tmp_path, device):
     assert stored < 0.6 * 4 * 3 * 4 * 64 * 32  # of float32
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_bits_of_another_dtype_are_an_error(assign, device):
+    layer = make_layer(device, "fp8")
+    state = layer.state_dict()
+    powers = state["experts.w_down.scales"].view(torch.float32).to(torch.float8_e8m0fnu).view(torch.uint8)
+    message = r"experts\.w_down\.scales must be torch.int32 with the bits of torch.float32, got torch.uint8"
+    with pytest.raises(RuntimeError, match=message):
+        layer.load_state_dict(state | {"experts.w_down.scales": powers}, assign=assign)
+
+
 @pytest.mark.parametrize("format", FORMATS_HERE)
 def test_conversions_keep_the_stored_bits(format, device):
     layer = make_layer(device, format)
