@@ -315,16 +315,25 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
+def _at_most(x: Tensor, limit: float) -> Tensor:
+    """Return min(x, limit). The gradient of x = limit is 1; that of `Tensor.clamp` is 0 from PyTorch 2.14 on."""
+    return torch.where(x > limit, limit, x)
+
+
+def _clamp(x: Tensor, limit: float) -> Tensor:
+    return torch.where(x < -limit, -limit, _at_most(x, limit))
+
+
 def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return functional.silu(_at_most(gate, limit)) * _clamp(up, limit)
 
 
 def _swiglu_clamped_after(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    return _at_most(functional.silu(gate), limit) * _clamp(up, limit)
 
 
 def _clamped_geglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return functional.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    return functional.gelu(_at_most(gate, limit)) * _clamp(up, limit)
 
 
 def _softcapped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
@@ -332,7 +341,7 @@ def _softcapped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> 
 
 
 def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = _at_most(gate, limit), _clamp(up, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 

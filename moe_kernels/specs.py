@@ -239,6 +239,8 @@ class Activation:
         softcapped_swiglu     alpha tanh(g / alpha) * sigmoid(g) * limit tanh(u / limit)   (Inkling 2)
         gpt_oss               with g and u clamped as in clamped_swiglu: (u + 1) * g * sigmoid(alpha * g)
 
+    Where a value equals the limit, its gradient passes.
+
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
     Args:
