@@ -82,6 +82,10 @@ def test_equals_the_original_block(model_type, tmp_path, device):
     assert_equals_in_float64(block, tmp_path)
 
 
+SAVED_AS_MODULES = ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "ernie4_5_moe", "longcat_flash"]
+SAVED_AS_MODULES += ["deepseek_v4", "hy_v4", "kolibri1", "mistral_large4_text"]
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -105,33 +109,13 @@ def test_equals_the_original_block(model_type, tmp_path, device):
         ("step3p5", {"swiglu_limits": None, "swiglu_limits_shared": None}),
         ("deepseek_v4", {"scoring_func": "sigmoid"}),
         ("unlimited_ocr_text", {"topk_method": "greedy"}),
+        # The names and shapes of transformers' modules.
+        *((model_type, {"save_original_format": False}) for model_type in SAVED_AS_MODULES),
     ],
     ids=str,
 )
 def test_options(model_type, changes, tmp_path, device):
     block = save_model(model_type, tmp_path, **changes)
-    assert_equals(tmp_path, block, device)
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "mixtral",
-        "qwen3_moe",
-        "gpt_oss",
-        "nemotron_h",
-        "llama4_text",
-        "ernie4_5_moe",
-        "longcat_flash",
-        "deepseek_v4",
-        "hy_v4",
-        "kolibri1",
-        "mistral_large4_text",
-    ],
-)
-def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
-    """`save_original_format=False` keeps the names and shapes of transformers' modules."""
-    block = save_model(model_type, tmp_path, save_original_format=False)
     assert_equals(tmp_path, block, device)
 
 
