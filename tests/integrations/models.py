@@ -14,18 +14,17 @@ transformers.logging.set_verbosity_error()
 # Their eager experts always compute in float32, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
-QWEN3_MOE = {
+SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "moe_intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+QWEN3_MOE = {**SIZES, "moe_intermediate_size": 16, "num_experts": 8}
 
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
