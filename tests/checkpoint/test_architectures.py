@@ -18,7 +18,7 @@ from moe_layers.checkpoint.model.convert import convert
 from ..tiers import slow
 from .golden import FASTEST
 from .test_convert import read_model
-from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
+from .tiny_models import LAYER, MODELS, config_class_of, config_fields, known_fields, save_model
 
 transformers = pytest.importorskip("transformers", reason="transformers builds the models of this test")
 # transformers warns about unusual sizes and about its own deprecations.
@@ -201,9 +201,7 @@ def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model
     """Compare with the defaults of transformers' configuration class."""
     from huggingface_hub.errors import StrictDataclassError
 
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+    config_class = config_class_of(model_type)
     for fields in ({}, known_fields(config_class, config_fields(model_type))):
         values = config_class(**fields).to_dict()
         if not isinstance(block_of(values), MoEConfig):
@@ -221,9 +219,7 @@ def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_reads_a_configuration_object_as_it_reads_its_file(model_type):
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+    config_class = config_class_of(model_type)
     hf_config = config_class(**known_fields(config_class, config_fields(model_type)))
     written = json.loads(hf_config.to_json_string(use_diff=False))
     assert MoEConfig.from_hf(hf_config, LAYER) == MoEConfig.from_hf(written, LAYER)
