@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from moe_layers.integrations.transformers import disable, enable  # noqa: E402
 from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4  # noqa: E402
 
-from .models import assert_same_bits, build, draw_tokens, step  # noqa: E402
+from .models import assert_same_bits, build, draw_tokens, logits_of, step  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
@@ -50,11 +50,6 @@ def pair(dtype=torch.float32, device="cpu", *, reorder=True):
         if reorder:
             parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
     return stored, plain
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(draw_tokens(model)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
