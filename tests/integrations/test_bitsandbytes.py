@@ -170,14 +170,7 @@ def adapted(model, peft_models):
 def test_adapters_of_peft(order, replace_parameter_4bit, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
-    config = lora(stored, peft_models)
-    ours, report = peft_models.enabled_and_adapted(stored, order, config)
-    golden = peft_models.adapt(plain, config)
-    assert len(report.adapted) == (4 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(ours, golden)
-    assert len(pairs) == 8
-    for _ in range(2):
-        peft_models.assert_close_steps(ours, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(stored, plain, order, lora(stored, peft_models), num_adapted=4)
 
 
 def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch, peft_models):

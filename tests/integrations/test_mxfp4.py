@@ -135,13 +135,7 @@ def lora(peft_models):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft(order, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    (stored, plain), config = pair(), lora(peft_models)
-    ours, report = peft_models.enabled_and_adapted(stored, order, config)
-    golden = peft_models.adapt(plain, config)
-    assert len(report.adapted) == (2 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(ours, golden)
-    assert len(pairs) == 4
-    peft_models.assert_close_steps(ours, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(*pair(), order, lora(peft_models), num_adapted=2)
 
 
 def test_targets_of_peft_need_full_names(peft_models):

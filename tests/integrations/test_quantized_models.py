@@ -163,13 +163,7 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(change, message)
 def test_adapters_of_peft_over_stored_weights(order):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     peft_models = pytest.importorskip("tests.integrations.peft_models")
-    stored, plain = pair()
-    adapted, report = peft_models.enabled_and_adapted(stored, order)
-    golden = peft_models.adapt(plain, peft_models.lora())
-    assert len(report.adapted) == (4 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(adapted, golden)
-    assert len(pairs) == 8
-    peft_models.assert_close_steps(adapted, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(*pair(), order, num_adapted=4)
 
 
 def test_an_enabled_model_is_not_quantised_by_us():
