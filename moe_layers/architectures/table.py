@@ -71,11 +71,10 @@ def _one_shared(config: ModelConfig) -> int:
     return config.integer("moe_intermediate_size")
 
 
-def _several_shared(*d_ff: str, default: int | None = None) -> Callable[[ModelConfig], int | None]:
+def _several_shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
     """Return a reader of the joint size of all shared experts. Together they equal one expert of that size."""
-    missing = {} if default is None else {"default": default}
     names = d_ff or ("moe_intermediate_size",)
-    return lambda config: config.integer(*_NUM_SHARED, **missing) * config.integer(*names) or None
+    return lambda config: config.integer(*_NUM_SHARED, **default) * config.integer(*names) or None
 
 
 def _shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:

@@ -52,6 +52,11 @@ def delta(adapters, name):
     return adapters.scale * b.double() @ a.double()
 
 
+def assert_deltas(loaded, wanted, stack="model.layers"):
+    for (layer, name), value in wanted.items():
+        torch.testing.assert_close(delta(loaded.layers[f"base_model.model.{stack}.{layer}.mlp.experts"], name), value)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("orientation", ["0.19", "0.18"])
 @pytest.mark.parametrize(
@@ -62,8 +67,7 @@ def test_order_and_orientation_are_told_by_the_shapes(names, orientation, sizes,
     wanted = make_adapter(tmp_path / "in", *SIZES[sizes], orientation, names)
     loaded = read_peft_adapter(tmp_path / "in")
     assert (loaded.report.orientation, loaded.report.told_by) == (orientation, "shapes")
-    for (layer, name), value in wanted.items():
-        torch.testing.assert_close(delta(loaded.layers[EXPERTS.format(layer)], name), value)
+    assert_deltas(loaded, wanted)
     other = {"0.19": "0.18", "0.18": "0.19"}[orientation]
     with pytest.raises(ValueError, match=f"the shapes say orientation '{orientation}', got '{other}'"):
         read_peft_adapter(tmp_path / "in", orientation=other)
@@ -76,8 +80,7 @@ def test_an_ambiguous_orientation_must_be_told(orientation, names, tmp_path):
     with pytest.raises(ValueError, match="the shapes do not tell the orientation, nor does peft_version None"):
         read_peft_adapter(tmp_path / "in")
     loaded = read_peft_adapter(tmp_path / "in", orientation=orientation)
-    for (layer, name), value in wanted.items():
-        torch.testing.assert_close(delta(loaded.layers[EXPERTS.format(layer)], name), value)
+    assert_deltas(loaded, wanted)
 
 
 def test_only_recent_versions_tell_the_orientation(tmp_path):
@@ -104,8 +107,7 @@ def test_the_other_orientation_has_the_same_products(tmp_path):
     write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out")
     loaded = read_peft_adapter(tmp_path / "out")
     assert loaded.report.orientation == "0.19" and loaded.config["peft_version"] == "0.19.0"
-    for (layer, name), value in wanted.items():
-        torch.testing.assert_close(delta(loaded.layers[EXPERTS.format(layer)], name), value)
+    assert_deltas(loaded, wanted)
 
 
 def test_interleaved_rows_become_gates_then_ups(tmp_path):
@@ -171,10 +173,7 @@ def test_stacks_of_layers_are_told_apart(layout, tmp_path):
     assert len(loaded.report.used) == len(loaded.report.shapes) == 12 and not loaded.others
     assert [name.split(".")[-3] for name in loaded.layers] == ["2", "10"] * 3
     for stack, deltas in wanted.items():
-        for (layer, name), value in deltas.items():
-            torch.testing.assert_close(
-                delta(loaded.layers[f"base_model.model.{stack}.{layer}.mlp.experts"], name), value
-            )
+        assert_deltas(loaded, deltas, stack)
     write_adapter(loaded, tmp_path / "out", layout)
     written = load_file(tmp_path / "out/adapter_model.safetensors")
     if layout == "per_expert":
@@ -214,8 +213,7 @@ def test_target_parameters_may_have_no_module(targets, tmp_path):
     wanted = make_adapter(tmp_path / "in", 10, 7)
     write_config(tmp_path / "in", targets)
     loaded = read_peft_adapter(tmp_path / "in")
-    for (layer, name), value in wanted.items():
-        torch.testing.assert_close(delta(loaded.layers[EXPERTS.format(layer)], name), value)
+    assert_deltas(loaded, wanted)
     write_adapter(loaded, tmp_path / "out", "per_expert")
     config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["target_parameters"] == (["gate.weight"] if "gate.weight" in targets else None)

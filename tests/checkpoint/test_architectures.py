@@ -18,7 +18,7 @@ from moe_layers.checkpoint.model.convert import convert
 from ..tiers import slow
 from .golden import FASTEST
 from .test_convert import read_model
-from .tiny_models import LAYER, MODELS, config_fields, known_fields, save_model
+from .tiny_models import LAYER, MODELS, config_class_of, config_fields, known_fields, save_model
 
 transformers = pytest.importorskip("transformers", reason="transformers builds the models of this test")
 # transformers warns about unusual sizes and about its own deprecations.
@@ -82,6 +82,10 @@ def test_equals_the_original_block(model_type, tmp_path, device):
     assert_equals_in_float64(block, tmp_path)
 
 
+SAVED_AS_MODULES = ["mixtral", "qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "ernie4_5_moe", "longcat_flash"]
+SAVED_AS_MODULES += ["deepseek_v4", "hy_v4", "kolibri1", "mistral_large4_text"]
+
+
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
@@ -105,33 +109,13 @@ def test_equals_the_original_block(model_type, tmp_path, device):
         ("step3p5", {"swiglu_limits": None, "swiglu_limits_shared": None}),
         ("deepseek_v4", {"scoring_func": "sigmoid"}),
         ("unlimited_ocr_text", {"topk_method": "greedy"}),
+        # The names and shapes of transformers' modules.
+        *((model_type, {"save_original_format": False}) for model_type in SAVED_AS_MODULES),
     ],
     ids=str,
 )
 def test_options(model_type, changes, tmp_path, device):
     block = save_model(model_type, tmp_path, **changes)
-    assert_equals(tmp_path, block, device)
-
-
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        "mixtral",
-        "qwen3_moe",
-        "gpt_oss",
-        "nemotron_h",
-        "llama4_text",
-        "ernie4_5_moe",
-        "longcat_flash",
-        "deepseek_v4",
-        "hy_v4",
-        "kolibri1",
-        "mistral_large4_text",
-    ],
-)
-def test_saved_in_the_layout_of_transformers(model_type, tmp_path, device):
-    """`save_original_format=False` keeps the names and shapes of transformers' modules."""
-    block = save_model(model_type, tmp_path, save_original_format=False)
     assert_equals(tmp_path, block, device)
 
 
@@ -217,9 +201,7 @@ def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model
     """Compare with the defaults of transformers' configuration class."""
     from huggingface_hub.errors import StrictDataclassError
 
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+    config_class = config_class_of(model_type)
     for fields in ({}, known_fields(config_class, config_fields(model_type))):
         values = config_class(**fields).to_dict()
         if not isinstance(block_of(values), MoEConfig):
@@ -237,9 +219,7 @@ def test_a_missing_field_is_refused_or_has_the_default_of_the_architecture(model
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_reads_a_configuration_object_as_it_reads_its_file(model_type):
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    config_class = transformers.CONFIG_MAPPING[model_type]
+    config_class = config_class_of(model_type)
     hf_config = config_class(**known_fields(config_class, config_fields(model_type)))
     written = json.loads(hf_config.to_json_string(use_diff=False))
     assert MoEConfig.from_hf(hf_config, LAYER) == MoEConfig.from_hf(written, LAYER)

@@ -30,7 +30,7 @@ def read_model(directory):
 
 
 def save_unknown(model, directory):
-    directory.mkdir()
+    directory.mkdir(exist_ok=True)
     save_file(model, directory / "model.safetensors")
     (directory / "config.json").write_text('{"model_type": "something_new"}')
 
@@ -305,8 +305,7 @@ def test_command_inspects(capsys):
 
 
 def test_command_inspects_an_unknown_architecture(tmp_path, capsys):
-    save_file(Golden("llama4").tensors("model"), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"model_type": "something_new"}')
+    save_unknown(Golden("llama4").tensors("model"), tmp_path)
     assert main(["inspect", str(tmp_path)]) == 0
     assert "transposed (E) or interleaved (F)" in capsys.readouterr().out
     assert main(["convert", str(tmp_path), str(tmp_path / "out"), "--layout", "fused"]) == 1

@@ -14,6 +14,7 @@ from .golden import CASES, GOLDEN, Golden
 from .test_from_checkpoint import copy_case, shard
 
 PREFIX = "model.layers.1.mlp."
+FAMILIES = {"dbrx": "H", "deepseek_v2": "A", "gpt_oss": "F", "granitemoe": "G", "llama4": "E", "mixtral": "B"}
 
 
 def load(directory, layer=1, **options):
@@ -37,7 +38,7 @@ def test_each_tensor_of_the_block_is_used_once(case):
         block = {name for name in file.keys() if name.startswith(golden.prefix)}  # noqa: SIM118
     assert sorted(used) == sorted(block)
     assert report.parameters == {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
-    assert not report.other_experts
+    assert not report.other_experts and report.family == FAMILIES.get(case, report.family)
     report.check()
     text = str(report)
     assert golden.prefix in text and report.layout in text and report.model_type in text
@@ -56,16 +57,6 @@ def test_the_proof_can_fail(change, message):
     _, report = load(GOLDEN / "qwen3_moe", return_report=True)
     with pytest.raises(AssertionError, match=message):
         dataclasses.replace(report, tensors=change(report.tensors)).check()
-
-
-FAMILIES = {"dbrx": "H", "deepseek_v2": "A", "gpt_oss": "F", "granitemoe": "G", "llama4": "E", "mixtral": "B"}
-
-
-@pytest.mark.parametrize(("case", "family"), FAMILIES.items())
-def test_family_is_recognised(case, family):
-    golden = Golden(case)
-    _, report = load(golden.directory, golden.layer, return_report=True)
-    assert report.family == family
 
 
 def test_other_experts_are_named_and_not_read(tmp_path):
@@ -294,26 +285,27 @@ class TestQuantised:
 
     name = f"{PREFIX}experts.3.up_proj.weight"
 
-    def test_scales_missing(self, tmp_path):
-        self.float8(tmp_path, lambda tensors: tensors.pop(f"{self.name}_scale_inv"))
-        refuses(tmp_path, rf"missing: {re.escape(self.name)}_scale_inv, the scales")
+    @pytest.mark.parametrize(
+        ("suffix", "changed", "messages"),
+        [
+            ("_scale_inv", None, ["missing: {}_scale_inv, the scales"]),
+            ("", None, ["missing: {} ", "left over: {}_scale_inv"]),
+            ("_scale_inv", torch.ones(1, 2), [r"wrong shape: {}_scale_inv is \(1, 2\), must be \(1, 1\)"]),
+            ("", torch.ones(48, 64), ["wrong dtype: {} is float32"]),
+            *(
+                ("_scale_inv", torch.full((1, 1), bad), [f"scales of {{}} must be finite, got {bad}"])
+                for bad in (float("nan"), float("inf"), float("-inf"))
+            ),
+        ],
+    )
+    def test_weight_and_scales_must_fit(self, suffix, changed, messages, tmp_path):
+        def change(tensors):
+            del tensors[self.name + suffix]
+            if changed is not None:
+                tensors[self.name + suffix] = changed
 
-    def test_weight_missing(self, tmp_path):
-        self.float8(tmp_path, lambda tensors: tensors.pop(self.name))
-        refuses(tmp_path, rf"missing: {re.escape(self.name)} ", rf"left over: {re.escape(self.name)}_scale_inv")
-
-    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-    def test_scales_not_finite(self, bad, tmp_path):
-        self.float8(tmp_path, lambda tensors: tensors.update({f"{self.name}_scale_inv": torch.full((1, 1), bad)}))
-        refuses(tmp_path, rf"scales of {re.escape(self.name)} must be finite, got {bad}")
-
-    def test_scales_of_a_wrong_shape(self, tmp_path):
-        self.float8(tmp_path, lambda tensors: tensors.update({f"{self.name}_scale_inv": torch.ones(1, 2)}))
-        refuses(tmp_path, rf"wrong shape: {re.escape(self.name)}_scale_inv is \(1, 2\), must be \(1, 1\)")
-
-    def test_scales_for_weights_that_are_not_quantised(self, tmp_path):
-        self.float8(tmp_path, lambda tensors: tensors.update({self.name: torch.ones(48, 64)}))
-        refuses(tmp_path, rf"wrong dtype: {re.escape(self.name)} is float32")
+        self.float8(tmp_path, change)
+        refuses(tmp_path, *(message.format(re.escape(self.name)) for message in messages))
 
     def test_nan_among_mxfp4_scales(self, tmp_path):
         name = f"{Golden('gpt_oss_mxfp4').prefix}experts.down_proj"

@@ -49,6 +49,13 @@ def same_state(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def shorten(tensors, *kept):
+    """Round the tensors to bfloat16, except those whose names end with one of `kept`."""
+    for name in tensors:
+        if not name.endswith(kept):
+            tensors[name] = tensors[name].bfloat16()
+
+
 def test_shards_give_the_same_layer(tmp_path):
     golden = copy_case("deepseek_v3", tmp_path)
     whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
@@ -163,13 +170,7 @@ def test_dtype(dtype, expected, device):
 
 def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     """Like ERNIE-4.5's router, it computes in float32 and is saved in float32."""
-
-    def shorten(tensors):
-        for name in tensors:
-            if "gate.weight" not in name and "correction_bias" not in name:
-                tensors[name] = tensors[name].bfloat16()
-
-    golden = copy_case("deepseek_v3", tmp_path / "source", shorten)
+    golden = copy_case("deepseek_v3", tmp_path / "source", lambda t: shorten(t, "gate.weight", "correction_bias"))
     gate = golden.tensors("model")[f"{golden.prefix}gate.weight"]
     layer, report = MoEFeedForward.from_checkpoint(tmp_path / "source", golden.layer, return_report=True)
     assert not report.dtype_changes
@@ -192,13 +193,8 @@ def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     "name", ["experts.2.up_proj.weight", "shared_experts.down_proj.weight", "experts.7.down_proj.weight"]
 )
 def test_no_weight_is_rounded_unasked(name, tmp_path):
-    def shorten(tensors):
-        for held in tensors:
-            if not held.endswith((f"{golden.prefix}{name}", "correction_bias")):
-                tensors[held] = tensors[held].bfloat16()
-
     golden = Golden("deepseek_v3")
-    copy_case("deepseek_v3", tmp_path, shorten)
+    copy_case("deepseek_v3", tmp_path, lambda tensors: shorten(tensors, golden.prefix + name, "correction_bias"))
     with pytest.raises(ValueError, match=rf"need a dtype, .*: {re.escape(golden.prefix + name)} of torch.float32 to"):
         MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
     for dtype in (torch.float32, torch.bfloat16):
@@ -207,12 +203,8 @@ def test_no_weight_is_rounded_unasked(name, tmp_path):
 
 @pytest.mark.parametrize("in_float32", [("weight", "bias"), ("bias",), ("weight",)], ids=str)
 def test_parts_of_a_router_stay_float32(in_float32, tmp_path):
-    def shorten(tensors):
-        for name in tensors:
-            if not name.endswith(tuple(f"router.{part}" for part in in_float32)):
-                tensors[name] = tensors[name].bfloat16()
-
-    golden = copy_case("gpt_oss", tmp_path, shorten)
+    kept = [f"router.{part}" for part in in_float32]
+    golden = copy_case("gpt_oss", tmp_path, lambda tensors: shorten(tensors, *kept))
     layer = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
     assert layer.experts.w_up.dtype == torch.bfloat16
     for name in ("weight", "bias"):
@@ -251,12 +243,10 @@ def test_scales_of_gate_and_up_together_or_of_each(d_ff, ambiguous, layout, tmp_
 
 def test_a_quantised_router_is_of_the_models_dtype(tmp_path):
     def quantise(tensors):
-        for name in list(tensors):
-            if "correction_bias" not in name:
-                tensors[name] = tensors[name].bfloat16()
-            if name.endswith("gate.weight"):
-                tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-                tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
+        shorten(tensors, "correction_bias")
+        for name in [name for name in tensors if name.endswith("gate.weight")]:
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
 
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     golden = copy_case("deepseek_v3", tmp_path, quantise, {"quantization_config": quantization})
@@ -430,20 +420,9 @@ def test_single_file_wins_over_a_stale_index(tmp_path):
     MoEFeedForward.from_checkpoint(tmp_path, 1)
 
 
-def test_experts_are_kept_once(device):
-    layer = MoEFeedForward(8, 4, 6, 2, device=device, implementation=FASTEST)
-    weights = layer.experts.w_up.detach().clone()
-    with pytest.raises(ValueError, match="must lie in range"):
-        layer.keep_local_experts(range(5, 7))
-    layer.keep_local_experts(range(2, 5))
-    assert torch.equal(layer.experts.w_up, weights[2:5])
-    with pytest.raises(ValueError, match="all still here"):
-        layer.keep_local_experts(range(2, 3))
-
-
 @pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)
 def test_parts_know_the_routing_of_all_experts(options, device):
-    """Gradients of the parts also add up to those of the whole layer."""
+    """Gradients of the parts also add up to those of the whole layer. Experts are kept once."""
     torch.manual_seed(0)
     options = {"d_model": 8, "d_ff": 4, "num_experts": 6, "top_k": 2, "init_std": 0.5, **options}
     whole = moe_layer(**options, device=device, implementation=FASTEST)
@@ -451,8 +430,12 @@ def test_parts_know_the_routing_of_all_experts(options, device):
     y, routing = whole(x, return_routing=True)
     gradients = torch.autograd.grad(y.sin().sum(), [x, *whole.experts.parameters()])
     parts = [copy.deepcopy(whole) for _ in range(2)]
-    parts[0].keep_local_experts(range(0, 2))
-    parts[1].keep_local_experts(range(2, 6))
+    with pytest.raises(ValueError, match=r"must lie in range\(0, 6\)"):
+        parts[0].keep_local_experts(range(5, 7))
+    for part, experts in zip(parts, (range(0, 2), range(2, 6)), strict=True):
+        part.keep_local_experts(experts)
+        with pytest.raises(ValueError, match="all still here"):
+            part.keep_local_experts(range(0, 1))
     outputs = []
     for part in parts:
         out, part_routing = part(x, return_routing=True)

@@ -17,14 +17,17 @@ LAYER_BYTES = EXPERTS * 3 * D_MODEL * D_FF * 4  # 192 MiB
 # Files are unmapped after every 32 MiB read; the rest is for the allocator and the program's own pages.
 SLACK = (32 + 16) * MIB
 
-MEASURE = """
-import gc, sys, torch
+PREPARATION = """
+import torch
 from moe_layers import MoEFeedForward
 from moe_layers.checkpoint.model.convert import convert
-def kib(field):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 MoEFeedForward.from_checkpoint("tests/golden/mixtral", 1)  # imports what is imported on the first use
 torch.ones(1000, 1000).copy_(torch.ones(1000, 1000, dtype=torch.bfloat16))
+"""
+MEASURE = """
+import gc
+def kib(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")  # reset the peak
 before = kib("VmRSS")
@@ -33,8 +36,9 @@ print((kib("VmHWM") - before) * 1024)
 """
 
 
-def peak_bytes(action):
-    code = MEASURE.replace("{action}", action)
+def peak_bytes(action, preparation=PREPARATION):
+    """Return the most memory that `action` takes in a new process, beyond what the process has after `preparation`."""
+    code = preparation + MEASURE.replace("{action}", action)
     # Return freed memory to the system at once, so that the allocator's reserve is not measured.
     return int(run_python(["-c", code], MALLOC_MMAP_THRESHOLD_=str(MIB // 4)).stdout.split()[-1])
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -117,30 +118,28 @@ def change_config(directory, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def change_tensors(directory, change):
-    tensors = load_file(directory / "model.safetensors")
-    change(tensors)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-EXPERT = "model.layers.1.mlp.experts.0.up_proj.weight"
+GATE, EXPERT = "model.layers.1.mlp.gate.weight", "model.layers.1.mlp.experts.0.up_proj.weight"
 
 
 class TestRefusals:
-    def test_missing_tensor(self, saved, tmp_path):
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda held: held.pop(GATE), rf"transformers cannot read .*\n  missing_keys: {re.escape(GATE)}"),
+            (lambda held: held.update(other=torch.ones(3)), "unexpected_keys: other"),
+            (
+                lambda held: held.update({EXPERT: held[EXPERT].double()}),
+                r"must keep the elements of .* by dtype, {'float32': \d+, 'float64': \d+}, got {'float32'",
+            ),
+        ],
+        ids=["missing", "left over", "another dtype"],
+    )
+    def test_tensors_that_do_not_fit(self, change, message, saved, tmp_path):
         saved()
-        change_tensors(tmp_path, lambda tensors: tensors.pop("model.layers.1.mlp.gate.weight"))
-        refuses(tmp_path, r"transformers cannot read .*\n  missing_keys: model\.layers\.1\.mlp\.gate\.weight")
-
-    def test_left_over_tensor(self, saved, tmp_path):
-        saved()
-        change_tensors(tmp_path, lambda tensors: tensors.update(other=torch.ones(3)))
-        refuses(tmp_path, "unexpected_keys: other")
-
-    def test_dtype_that_would_change(self, saved, tmp_path):
-        saved()
-        change_tensors(tmp_path, lambda tensors: tensors.update({EXPERT: tensors[EXPERT].double()}))
-        refuses(tmp_path, r"must keep the elements of .* by dtype, {'float32': \d+, 'float64': \d+}, got {'float32'")
+        tensors = load_file(tmp_path / "model.safetensors")
+        change(tensors)
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        refuses(tmp_path, message)
 
     @pytest.mark.parametrize("architectures", [None, [], ["SomeNewModel"], [3], "MixtralForCausalLM"], ids=str)
     def test_unknown_class(self, architectures, saved, tmp_path):

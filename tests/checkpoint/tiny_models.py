@@ -129,6 +129,15 @@ def config_fields(model_type):
     return {**fields, **MODELS.get(model_type, {})}
 
 
+def config_class_of(model_type):
+    """Return transformers' class of a configuration. Skip the test if this version has none."""
+    import transformers
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    return transformers.CONFIG_MAPPING[model_type]
+
+
 def known_fields(config_class, fields):
     """Return the fields that the configuration class has."""
     default = config_class()
@@ -142,14 +151,12 @@ def save_model(model_type, directory, *, save_original_format=True, **changes):
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
+    config_class = config_class_of(model_type)
     if model_type == "switch_transformers" and Version(transformers.__version__) < Version("5.23"):
         pytest.skip(
             f"transformers {transformers.__version__} may count Switch's capacity over the batch, not a sequence"
         )
     torch.manual_seed(len(model_type))
-    config_class = transformers.CONFIG_MAPPING[model_type]
     fields = known_fields(config_class, {**config_fields(model_type), **changes})
     if model_type == "dbrx":
         sizes = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_hidden_size": 20, "moe_normalize_expert_weights": 2.0}

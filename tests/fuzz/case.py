@@ -46,6 +46,10 @@ class Case:
         """Return the command that checks this case again."""
         return f'python -m tests.fuzz "{self!r}"'
 
+    def out_dtype(self, operand: Tensor) -> torch.dtype | None:
+        # float64 operands give float64.
+        return torch.float32 if self.wide and operand.dtype.itemsize <= 4 else None
+
     @property
     def integers(self) -> bool:
         """Return whether values are integers, so that float32 sums are exact: see `Random`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,13 +18,13 @@ from .tensors import Random, ends, gaps_of, lay_out
 
 @dataclass(frozen=True)
 class _GroupedCase(Case):
+    """A product of rows in groups. The last layout is that of out, or of the upstream gradient."""
+
     sizes: tuple[int, ...]  # rows of each group
     tail: int  # rows after the last group, which hold NaN
     size_k: int
     size_n: int
     dtype: str
-    wide: bool  # a float32 result
-    into_out: bool  # use `out=`
     frozen: tuple[str, ...]
     layouts: tuple[str, ...]
     seed: int
@@ -32,14 +33,21 @@ class _GroupedCase(Case):
     def num_rows(self) -> int:
         return sum(self.sizes) + self.tail
 
-    def out_dtype(self, operand: Tensor) -> torch.dtype | None:
-        # float64 operands give float64.
-        return torch.float32 if self.wide and operand.dtype.itemsize <= 4 else None
-
-    def poisoned(self, rows: Tensor) -> Tensor:
-        """Return the rows with NaN after the last group."""
+    def with_tail(self, rows: Tensor, value: float = torch.nan) -> Tensor:
+        """Return the rows with NaN, or another value, after the last group."""
         tail = torch.arange(len(rows), device=rows.device) >= sum(self.sizes)
-        return torch.where(tail.view(-1, *[1] * (rows.dim() - 1)), torch.nan, rows)
+        return torch.where(tail.view(-1, *[1] * (rows.dim() - 1)), value, rows)
+
+    def upstream(self, dout: Tensor) -> Tensor:
+        return lay_out(self.with_tail(dout), self.layouts[2])
+
+    def written_to_out(self, like: Tensor, shape: tuple[int, ...], op: Callable[..., Tensor]) -> Tensor:
+        """Return the result that `op` writes to `out` of a shape. It must fill `out`, and write nothing beside it."""
+        out = lay_out(like.new_full(shape, torch.nan, dtype=self.out_dtype(like) or like.dtype), self.layouts[2])
+        around = gaps_of(out)
+        assert op(out=out) is out
+        assert around().isnan().all(), "wrote beside out"
+        return out.clone()
 
     def group_of_row(self, device: str | torch.device) -> Tensor:  # for rows before the tail
         sizes = torch.tensor(self.sizes, device=device)
@@ -50,6 +58,8 @@ class _GroupedCase(Case):
 class GroupedGemm(_GroupedCase):
     """A product. Layouts are those of a, b and out, or the upstream gradient."""
 
+    wide: bool  # a float32 result
+    into_out: bool  # use `out=`
     bias: bool
     row_scale: bool
     activation: str | None
@@ -67,16 +77,13 @@ class GroupedGemm(_GroupedCase):
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
         # Products of products have twice the bits.
         most = random.most if self.activation is None and not self.row_scale else 7
-        a = lay_out(self.poisoned(random.values(self.num_rows, self.size_k, most=most)), self.layouts[0])
+        a = lay_out(self.with_tail(random.values(self.num_rows, self.size_k, most=most)), self.layouts[0])
         scale = max(self.size_k, 1) ** -0.5
         b = random.values(len(self.sizes), self.size_k, self.size_n, scale=scale, layout=self.layouts[1])
         bias = random.values(len(self.sizes), self.size_n)
-        row_scale = self.poisoned(random.factors(self.num_rows))
+        row_scale = self.with_tail(random.factors(self.num_rows))
         drawn = {"bias": bias, "row_scale": row_scale}
         return a, b, ends(self.sizes, device), *(drawn[name] for name in self.options)
-
-    def upstream(self, dout: Tensor) -> Tensor:
-        return lay_out(self.poisoned(dout), self.layouts[2])
 
     def run(self, op, a, b, offsets, *options) -> Tensor:
         options = dict(zip(self.options, options, strict=True))
@@ -85,13 +92,8 @@ class GroupedGemm(_GroupedCase):
 
     def run_into_out(self, op, a, b, offsets, *options) -> Tensor:
         columns = self.size_n if self.activation is None else self.size_n // 2
-        out = a.new_full((self.num_rows, columns), torch.nan, dtype=self.out_dtype(a) or a.dtype)
-        out = lay_out(out, self.layouts[2])
-        around = gaps_of(out)
-        options = dict(zip(self.options, options, strict=True))
-        assert op(a, b, offsets, **options, activation=self.activation, out=out) is out
-        assert around().isnan().all(), "wrote beside out"
-        return out.clone()
+        options = dict(zip(self.options, options, strict=True), activation=self.activation)
+        return self.written_to_out(a, (self.num_rows, columns), partial(op, a, b, offsets, **options))
 
     def formula(self, a, b, offsets, *options) -> Tensor:
         options = dict(zip(self.options, options, strict=True))
@@ -114,10 +116,13 @@ class GroupedGemm(_GroupedCase):
 class GroupedWgrad(_GroupedCase):
     """A weight gradient. Layouts are those of a, dout and out, or the upstream gradient."""
 
+    wide: bool  # a float32 result
+    into_out: bool  # use `out=`
+
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
-        a = self.poisoned(random.values(self.num_rows, self.size_k, most=random.most))
-        dout = self.poisoned(random.values(self.num_rows, self.size_n))
+        a = self.with_tail(random.values(self.num_rows, self.size_k, most=random.most))
+        dout = self.with_tail(random.values(self.num_rows, self.size_n))
         return lay_out(a, self.layouts[0]), lay_out(dout, self.layouts[1]), ends(self.sizes, device)
 
     def run(self, op, a, dout, offsets) -> Tensor:
@@ -127,12 +132,7 @@ class GroupedWgrad(_GroupedCase):
         return with_upstream(out, partial(lay_out, layout=self.layouts[2]), integers=self.integers)
 
     def run_into_out(self, op, a, dout, offsets) -> Tensor:
-        out = a.new_full((len(self.sizes), self.size_k, self.size_n), torch.nan, dtype=self.out_dtype(a) or a.dtype)
-        out = lay_out(out, self.layouts[2])
-        around = gaps_of(out)
-        assert op(a, dout, offsets, out=out) is out
-        assert around().isnan().all(), "wrote beside out"
-        return out.clone()
+        return self.written_to_out(a, (len(self.sizes), self.size_k, self.size_n), partial(op, a, dout, offsets))
 
     def formula(self, a, dout, offsets) -> Tensor:
         starts = [0, *accumulate(self.sizes)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from moe_kernels import batched_gemm, grouped_gemm_list, jagged_gemm, reference
 
 from .case import Case, with_upstream
+from .grouped import _GroupedCase
 from .tensors import Random, ends, lay_out
 
 
@@ -40,8 +41,7 @@ class GemmList(Case):
         return [lay_out(part.view(shape), turn) for part, shape, turn in zip(parts, shapes, turns, strict=True)]
 
     def run(self, op, a, b) -> Tensor:
-        out_dtype = torch.float32 if self.wide and a.dtype.itemsize <= 4 else None
-        outs = op(self.matrices(a, 0), self.matrices(b, 1), out_dtype=out_dtype)
+        outs = op(self.matrices(a, 0), self.matrices(b, 1), out_dtype=self.out_dtype(a))
         return with_upstream(torch.cat([out.flatten() for out in outs]), lambda dout: dout, integers=self.integers)
 
     def formula(self, a, b) -> Tensor:
@@ -53,17 +53,11 @@ class GemmList(Case):
 
 
 @dataclass(frozen=True)
-class JaggedGemm(Case):
-    sizes: tuple[int, ...]  # rows of each group
-    tail: int  # rows after the last group, which hold NaN
-    size_k: int
-    size_n: int
-    dtype: str
+class JaggedGemm(_GroupedCase):
+    """A product with one matrix. Layouts are those of a, b and the upstream gradient."""
+
     dtype_b: str
     long_offsets: bool
-    frozen: tuple[str, ...]
-    layouts: tuple[str, ...]  # for a, b, the upstream gradient
-    seed: int
 
     @property
     def integers(self) -> bool:
@@ -71,28 +65,17 @@ class JaggedGemm(Case):
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
-        num_rows = sum(self.sizes) + self.tail
-        a = lay_out(self.poisoned(random.values(num_rows, self.size_k, most=random.most)), self.layouts[0])
+        a = lay_out(self.with_tail(random.values(self.num_rows, self.size_k, most=random.most)), self.layouts[0])
         b = random.values(self.size_k, self.size_n, layout=self.layouts[1], dtype=getattr(torch, self.dtype_b))
         offsets = ends((0, *self.sizes), device)
         return a, b, offsets.long() if self.long_offsets else offsets
-
-    def is_outside(self, rows: Tensor) -> Tensor:  # [R, 1]
-        row = torch.arange(len(rows), device=rows.device)
-        return (row >= sum(self.sizes))[:, None]
-
-    def poisoned(self, rows: Tensor) -> Tensor:
-        return torch.where(self.is_outside(rows), torch.nan, rows)
-
-    def upstream(self, dout: Tensor) -> Tensor:
-        return lay_out(self.poisoned(dout), self.layouts[2])
 
     def run(self, op, a, b, offsets) -> Tensor:
         out = op(a, b, offsets)
         return with_upstream(out, self.upstream, integers=self.integers)
 
     def formula(self, a, b, offsets) -> Tensor:
-        return torch.where(self.is_outside(a), 0.0, a) @ b
+        return self.with_tail(a, 0.0) @ b
 
     def check(self, device: str) -> None:
         self.compare(device, jagged_gemm, reference.jagged_gemm, ("a", "b"))
@@ -121,7 +104,7 @@ class BatchedGemm(Case):
         )
 
     def run(self, op, a, b) -> Tensor:
-        out = op(a, b, out_dtype=torch.float32 if self.wide and a.dtype.itemsize <= 4 else None)
+        out = op(a, b, out_dtype=self.out_dtype(a))
         return with_upstream(out, partial(lay_out, layout=self.layouts[2]), integers=self.integers)
 
     def formula(self, a, b) -> Tensor:

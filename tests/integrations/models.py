@@ -7,25 +7,24 @@ from packaging.version import Version
 
 from moe_kernels.testing import assert_accurate
 
-from ..checkpoint.tiny_models import config_fields, known_fields, model_class
+from ..checkpoint.tiny_models import config_class_of, config_fields, known_fields, model_class
 
 transformers.logging.set_verbosity_error()
 
 # Their eager experts always compute in float32, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
-QWEN3_MOE = {
+SIZES = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
-    "moe_intermediate_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
-    "num_experts": 8,
     "num_experts_per_tok": 2,
 }
+QWEN3_MOE = {**SIZES, "moe_intermediate_size": 16, "num_experts": 8}
 
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
@@ -33,16 +32,6 @@ OWN_FIELDS = {
     "muse_spark_text": {"moe_hidden_size": 20},
     "step3p7_text": {"share_expert_dim": 24, "sliding_window": 8},
 }
-
-
-def config_class_of(model_type):
-    if model_type == "step3p7_text" and Version(transformers.__version__) >= Version("5.17"):  # not in the mapping
-        from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
-
-        return Step3p7TextConfig
-    if model_type not in transformers.CONFIG_MAPPING:
-        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    return transformers.CONFIG_MAPPING[model_type]
 
 
 def model_class_of(model_type):
@@ -54,7 +43,11 @@ def model_class_of(model_type):
 
 
 def config_of(model_type, **changes):
-    return tiny_config(config_class_of(model_type), model_type, **changes)
+    if model_type == "step3p7_text" and Version(transformers.__version__) >= Version("5.17"):  # not in the mapping
+        from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig as config_class
+    else:
+        config_class = config_class_of(model_type)
+    return tiny_config(config_class, model_type, **changes)
 
 
 def tiny_config(config_class, model_type, **changes):
@@ -102,6 +95,17 @@ def initialise(model):
 def draw_tokens(model, batch=2, length=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(1, model.config.vocab_size, (batch, length), generator=generator).to(model.device)
+
+
+def logits_of(model):
+    """Return the logits of `draw_tokens(model)`, without gradients."""
+    with torch.no_grad():
+        return model(draw_tokens(model)).logits
+
+
+def experts_of(model):
+    """Return name and experts of each block."""
+    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def step(model, tokens, **options):

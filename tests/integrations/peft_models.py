@@ -73,13 +73,23 @@ def share_factors(ours, theirs):
     return pairs
 
 
-def assert_close_steps(ours, golden, pairs):
-    """Compare outputs and the gradients of pairs of factors."""
-    tokens = draw_tokens(golden)
-    torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=1e-4, atol=1e-5)
-    for own, other in pairs:
-        largest = other.grad.abs().max().item()
-        torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-4 * largest)
+def assert_adapted_as_by_peft(stored, plain, order, config=None, *, num_adapted):
+    """Adapt a model with stored weights, and compare two steps with PEFT's own computation over plain weights.
+
+    Args:
+        order: see `enabled_and_adapted`.
+        num_adapted: number of adapted parameters.
+    """
+    ours, report = enabled_and_adapted(stored, order, config)
+    golden = adapt(plain, config or lora())
+    assert len(report.adapted) == (num_adapted if order == "adapted" else 0) and not report.adapted_by_wrapper
+    pairs, tokens = share_factors(ours, golden), draw_tokens(golden)
+    assert len(pairs) == 2 * num_adapted
+    for _ in range(2):
+        torch.testing.assert_close(step(ours, tokens)[0], step(golden, tokens)[0], rtol=1e-4, atol=1e-5)
+        for own, other in pairs:
+            largest = other.grad.abs().max().item()
+            torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-4 * largest)
 
 
 def assert_equal_steps(actual, expected, tolerance=1e-10):

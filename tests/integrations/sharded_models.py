@@ -1,7 +1,10 @@
 """Tiny transformers models in float64 for several ranks, and the results of one process on all their tokens."""
 
 import tempfile
+import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -12,24 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_layers.integrations.transformers import enable, shard_experts
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "num_experts_per_tok": 2,
-}
-MLA = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}
+from ..checkpoint.tiny_models import LATENT_ATTENTION
+from .models import SIZES
+
 CONFIGS = {
     "qwen3_moe": {"moe_intermediate_size": 16, "num_experts": 8, "norm_topk_prob": True},
     "gpt_oss": {"num_local_experts": 8},
@@ -42,7 +30,7 @@ CONFIGS = {
         "topk_group": 1,
         "first_k_dense_replace": 1,
         "n_shared_experts": 1,
-        **MLA,
+        **LATENT_ATTENTION,
     },
     "llama4_text": {
         "intermediate_size_mlp": 64,
@@ -51,7 +39,6 @@ CONFIGS = {
         "attention_chunk_size": 64,
     },
 }
-EXPERTS = {"llama4_text": "feed_forward.experts"}  # by kind; else mlp.experts
 LENGTH = 12
 FLOAT32 = torch.float32
 
@@ -68,6 +55,28 @@ def all_in_float64():
             yield
         finally:
             torch.set_default_dtype(FLOAT32)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A case of `make_test` in float64: a function, and its arguments if it serves several kinds of models."""
+
+    run: Callable
+    arguments: tuple = ()
+
+    @property
+    def __name__(self):
+        return self.run.__name__
+
+    @property
+    def pytestmark(self):
+        return getattr(self.run, "pytestmark", [])
+
+    def __call__(self, device):
+        with all_in_float64(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of transformers and PEFT about tiny models
+            transformers.logging.disable_progress_bar()
+            self.run(*self.arguments)
 
 
 def here():
@@ -90,11 +99,32 @@ def build(kind, dtype=torch.float64, seed=0, **changes):
     return model.to(here(), dtype).train()
 
 
-def sharded(model, mesh=None, **options):
-    """Enable a model and share its experts among all ranks."""
-    enable(model, implementation="reference")
+def shard(model, mesh=None, **options):
+    """Share the experts of an enabled model, by default among all ranks. Return the report."""
     mesh = init_device_mesh(here().type, (distributed.get_world_size(),)) if mesh is None else mesh
-    shard_experts(model, mesh, **options)
+    return shard_experts(model, mesh, **options)
+
+
+def sharded(model, mesh=None, **options):
+    """Enable a model and share its experts."""
+    enable(model, implementation="reference")
+    shard(model, mesh, **options)
+    return model
+
+
+def adapted(model, kind="qwen3_moe"):
+    """Return a model with random adapters of experts and attention, which are equal on all ranks."""
+    from peft import LoraConfig, get_peft_model
+
+    experts = "feed_forward.experts" if kind == "llama4_text" else "mlp.experts"
+    weights = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
+    attention = "q_a_proj" if kind == "deepseek_v3" else "q_proj"
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=[attention], target_parameters=weights)
+    model = get_peft_model(model, config)
+    torch.manual_seed(5)
+    for name, parameter in sorted(model.named_parameters()):
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
     return model
 
 

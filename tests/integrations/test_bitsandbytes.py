@@ -4,13 +4,12 @@ import copy
 
 import pytest
 import torch
-from torch import nn
 
 from moe_layers.checkpoint.adapters.adapter_files import read_peft_adapter, write_adapter
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow
-from .models import assert_same_bits, build, draw_tokens, skip_old, step
+from .models import assert_same_bits, build, draw_tokens, experts_of, logits_of, skip_old, step
 
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
@@ -37,10 +36,6 @@ def replace_parameter_4bit():
 @pytest.fixture
 def peft_models():
     return pytest.importorskip("tests.integrations.peft_models")
-
-
-def experts_of(model):
-    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def pair(replace, device="cpu", dtype=torch.float32, **options):
@@ -73,18 +68,14 @@ def test_bfloat16(replace_parameter_4bit):
     stored, plain = pair(replace_parameter_4bit, dtype=torch.bfloat16)
     for model in (stored, plain):
         enable(model, implementation="reference")
-    tokens = draw_tokens(stored)
-    with torch.no_grad():
-        assert torch.equal(stored(tokens).logits, plain(tokens).logits)
+    assert torch.equal(logits_of(stored), logits_of(plain))
 
 
 def test_kernels_decode_what_is_stored(replace_parameter_4bit, device):
     stored, plain = pair(replace_parameter_4bit, device, compress_statistics=True)
     for model in (stored, plain):
         enable(model, implementation="triton")
-    tokens = draw_tokens(stored)
-    with torch.no_grad():
-        torch.testing.assert_close(stored(tokens).logits, plain(tokens).logits)
+    torch.testing.assert_close(logits_of(stored), logits_of(plain))
 
 
 def test_nothing_is_copied(replace_parameter_4bit):
@@ -99,17 +90,13 @@ def test_nothing_is_copied(replace_parameter_4bit):
 
 def test_disable_copies_and_state_dicts(replace_parameter_4bit):
     stored, _ = pair(replace_parameter_4bit)
-    tokens, before = draw_tokens(stored), stored.state_dict()
-    with torch.no_grad():
-        own = stored(tokens).logits
+    own, before = logits_of(stored), stored.state_dict()
     enable(stored, implementation="reference")
-    with torch.no_grad():
-        assert torch.equal(copy.deepcopy(stored)(tokens).logits, stored(tokens).logits)
+    assert torch.equal(logits_of(copy.deepcopy(stored)), logits_of(stored))
     after = stored.state_dict()
     assert before.keys() == after.keys() and "model.layers.0.mlp.experts.down_proj.absmax" in after
     disable(stored)
-    with torch.no_grad():
-        assert torch.equal(stored(tokens).logits, own)
+    assert torch.equal(logits_of(stored), own)
 
 
 @pytest.mark.parametrize(
@@ -155,17 +142,6 @@ def test_two_block_sizes_in_a_block_are_refused(replace_parameter_4bit):
         enable(model, implementation="reference")
 
 
-def test_values_in_8_bits_are_refused():
-    """bitsandbytes has no 8-bit form of such parameters; somebody may put the numbers there."""
-    model = build("qwen3_moe")
-    _, experts = experts_of(model)[-1]
-    for key in KEYS:
-        values = torch.zeros(getattr(experts, key).shape, dtype=torch.int8)
-        setattr(experts, key, nn.Parameter(values, requires_grad=False))
-    with pytest.raises(ValueError, match=r"the weights of .*experts must have one dtype of .*got torch.int8"):
-        enable(model, implementation="reference")
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 def test_experts_stay_plain_when_transformers_quantises_a_model(bits, tmp_path, replace_parameter_4bit):
     import transformers
@@ -194,14 +170,7 @@ def adapted(model, peft_models):
 def test_adapters_of_peft(order, replace_parameter_4bit, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
-    config = lora(stored, peft_models)
-    ours, report = peft_models.enabled_and_adapted(stored, order, config)
-    golden = peft_models.adapt(plain, config)
-    assert len(report.adapted) == (4 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(ours, golden)
-    assert len(pairs) == 8
-    for _ in range(2):
-        peft_models.assert_close_steps(ours, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(stored, plain, order, lora(stored, peft_models), num_adapted=4)
 
 
 def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch, peft_models):
@@ -252,32 +221,27 @@ def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit, peft_
 
 def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit, peft_models):
     stored, _ = pair(replace_parameter_4bit)
-    tokens = draw_tokens(stored)
-    with torch.no_grad():
-        base = stored(tokens).logits
-        stored = adapted(stored, peft_models)
-        enable(stored, implementation="reference")
-        assert not torch.allclose(stored(tokens).logits, base)
-        stored.merge_adapter()
-        torch.testing.assert_close(stored(tokens).logits, base)
+    base = logits_of(stored)
+    stored = adapted(stored, peft_models)
+    enable(stored, implementation="reference")
+    assert not torch.allclose(logits_of(stored), base)
+    stored.merge_adapter()
+    torch.testing.assert_close(logits_of(stored), base)
 
 
 def test_adapter_files(replace_parameter_4bit, tmp_path, peft_models):
     """PEFT reads them into another model in 4 bits. Converted, they fit the model with plain weights."""
     stored, plain = pair(replace_parameter_4bit)
     stored = adapted(stored, peft_models)
-    tokens = draw_tokens(stored)
     enable(stored, implementation="reference")
-    with torch.no_grad():
-        expected = stored(tokens).logits
+    expected = logits_of(stored)
     stored.save_pretrained(tmp_path / "own")
     write_adapter(read_peft_adapter(tmp_path / "own"), tmp_path / "converted")
     again, _ = pair(replace_parameter_4bit)
     for model, name in ((again, "own"), (plain, "converted")):
         loaded = peft_models.peft.PeftModel.from_pretrained(model, tmp_path / name)
         enable(loaded, implementation="reference")
-        with torch.no_grad():
-            torch.testing.assert_close(loaded(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits_of(loaded), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_scales_on_another_device_are_named(replace_parameter_4bit):

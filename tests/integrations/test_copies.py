@@ -11,7 +11,7 @@ from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBU
 
 from ..processes import run_python
 from ..tiers import slow
-from .models import build, draw_tokens
+from .models import build, draw_tokens, logits_of
 from .test_enable import MODELS, assert_same_model, enable, snapshot
 
 
@@ -21,34 +21,32 @@ def copies(module):
 
 def test_a_copy_of_an_enabled_model_is_its_own(device):
     model = build("gpt_oss", device)
-    tokens = draw_tokens(model)
-    own = model(input_ids=tokens).logits
+    own = logits_of(model)
     enable(model)
-    ours = model(input_ids=tokens).logits
+    ours = logits_of(model)
     twin = copy.deepcopy(model)
     disable(model)
-    assert torch.equal(model(input_ids=tokens).logits, own)
-    assert torch.equal(twin(input_ids=tokens).logits, ours)
+    assert torch.equal(logits_of(model), own)
+    assert torch.equal(logits_of(twin), ours)
     disable(twin)
-    assert torch.equal(twin(input_ids=tokens).logits, own)
+    assert torch.equal(logits_of(twin), own)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_copied_part_of_an_enabled_model(model_type, device):
     """It computes the same, by the copied choice in its configuration, and can be enabled and disabled by itself."""
     model = build(model_type, device)
-    tokens = draw_tokens(model)
-    own = model(input_ids=tokens).logits
+    own = logits_of(model)
     enable(model)
-    wanted = model(input_ids=tokens).logits
+    wanted = logits_of(model)
     layers = model.model.layers
     for twin in copies(layers[0]):
         layers[0] = twin
-        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        assert torch.equal(logits_of(model), wanted)
         with pytest.raises(ValueError, match="disable: the model must have been given to enable"):
             disable(twin)
         assert enable(twin).blocks == 1
-        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        assert torch.equal(logits_of(model), wanted)
         disable(twin)
     layers[1] = copy.deepcopy(layers[1])
     enable(layers[1])
@@ -56,30 +54,28 @@ def test_a_copied_part_of_an_enabled_model(model_type, device):
     for module in model.modules():
         if hasattr(module, "config"):
             module.config._experts_implementation = "eager"
-    assert torch.equal(model(input_ids=tokens).logits, own)
+    assert torch.equal(logits_of(model), own)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_model_with_an_enabled_part_is_copied(model_type, device):
     model = build(model_type, device)
-    tokens = draw_tokens(model)
-    own = model(input_ids=tokens).logits
+    own = logits_of(model)
     enable(model.model.layers[0])
-    wanted = model(input_ids=tokens).logits
+    wanted = logits_of(model)
     assert not torch.equal(wanted, own)
     for twin in copies(model):
-        assert torch.equal(twin(input_ids=tokens).logits, wanted)
+        assert torch.equal(logits_of(twin), wanted)
         with pytest.raises(ValueError, match="no part of the model may be enabled"):
             enable(twin)
         disable(twin.model.layers[0])
-        assert torch.equal(twin(input_ids=tokens).logits, own)
+        assert torch.equal(logits_of(twin), own)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_interrupted_enable_changes_nothing(model_type, device, monkeypatch):
     """Also for copies and pickles, which can be enabled."""
     model = build(model_type, device)
-    tokens = draw_tokens(model)
     wanted = snapshot(model)
     layers, replaced = model.model.layers, []
 
@@ -95,9 +91,9 @@ def test_an_interrupted_enable_changes_nothing(model_type, device, monkeypatch):
     assert_same_model(snapshot(model), wanted)
     assert not any(module._forward_pre_hooks for module in model.modules())
     for twin in copies(model):
-        assert torch.equal(twin(input_ids=tokens).logits, wanted[3])
+        assert torch.equal(logits_of(twin), wanted[3])
         assert enable(twin).blocks == 2
-        assert not torch.equal(twin(input_ids=tokens).logits, wanted[3])
+        assert not torch.equal(logits_of(twin), wanted[3])
     with pytest.raises(ValueError, match="disable: the model must have been given to enable"):
         disable(model)
     assert enable(model).blocks == 2

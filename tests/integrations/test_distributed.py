@@ -4,12 +4,9 @@ Each case loads a model with transformers' `DistributedConfig`, enables it, and 
 one rank with its own experts: logits, loss with the router's auxiliary loss, and the gradient of every parameter.
 """
 
-import tempfile
-
 import pytest
 import torch
 from packaging.version import Version
-from torch import distributed
 
 from ..checkpoint.golden import FASTEST
 from ..processes import make_test
@@ -21,7 +18,8 @@ pytestmark = [
     pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"),
 ]
 
-from .models import QWEN3_MOE  # noqa: E402
+from .models import QWEN3_MOE, initialise  # noqa: E402
+from .sharded_models import saved, whole  # noqa: E402
 
 gathers_strided_shards = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.12"),
@@ -34,9 +32,8 @@ def step(model, device):
     tokens = (torch.arange(48, device=device) * 7 % 61).view(2, 24)
     result = model(input_ids=tokens, labels=tokens, output_router_logits=True, use_cache=False)
     result.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in gradients.items()}
-    return result.logits.detach(), result.loss.detach(), whole
+    gradients = {name: whole(parameter.grad) for name, parameter in model.named_parameters()}
+    return result.logits.detach(), result.loss.detach(), gradients
 
 
 def assert_same_step(device, **sizes):
@@ -44,23 +41,12 @@ def assert_same_step(device, **sizes):
 
     from moe_layers.integrations.transformers import enable
 
-    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     own = auto.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE), experts_implementation="eager")
-    with torch.no_grad():
-        for parameter in own.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    own = own.to(device).train()
-    with tempfile.TemporaryDirectory() as folder:
-        of_first = [folder]
-        distributed.broadcast_object_list(of_first)
-        own.save_pretrained(of_first[0])  # only the first rank writes
-        distributed.barrier()
-        model = auto.from_pretrained(of_first[0], distributed_config=DistributedConfig(**sizes)).train()
-        distributed.barrier()
+    own = initialise(own).to(device).train()
+    model = auto.from_pretrained(saved(own), distributed_config=DistributedConfig(**sizes)).train()
     report = enable(model, implementation=FASTEST)
     assert report.blocks == 2 and model.config._experts_implementation == "moe_layers"
     logits, loss, gradients = step(model, device)

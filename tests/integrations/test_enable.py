@@ -15,7 +15,7 @@ from moe_layers.integrations.transformers import enable as enable_with
 from ..checkpoint.golden import FASTEST
 from ..processes import run_python
 from ..tiers import default_tier, slow
-from .models import assert_same_step, build, config_of, draw_tokens, model_class, skip_old, step
+from .models import SIZES, assert_same_step, build, config_of, draw_tokens, logits_of, model_class, skip_old, step
 
 # The interpreter is slow; test_models.py and test_experts_of_models.py run the kernels.
 enable = partial(enable_with, implementation=FASTEST)
@@ -26,7 +26,7 @@ def snapshot(model):
     """Return everything that `disable` must restore, and the model's output."""
     modules = {name: (type(module), dict(vars(module))) for name, module in model.named_modules()}
     config = model.config.to_dict(), model.config._experts_implementation
-    return modules, config, model.state_dict(), model(input_ids=draw_tokens(model)).logits
+    return modules, config, model.state_dict(), logits_of(model)
 
 
 def assert_same_model(actual, expected):
@@ -53,13 +53,12 @@ def test_disable_restores_everything(model_type, before, device):
 
 def test_enabling_twice_takes_the_last_implementation(device):
     model = build("qwen3_moe", device)
-    tokens = draw_tokens(model)
     wanted = snapshot(model)
     results = []
     for implementation in ("triton", "reference", "triton"):
         report = enable(model, implementation=implementation)
         assert report.blocks == 2
-        results.append(model(input_ids=tokens).logits)
+        results.append(logits_of(model))
     assert torch.equal(results[0], results[2]) and not torch.equal(results[0], results[1])
     disable(model)
     assert_same_model(snapshot(model), wanted)
@@ -145,17 +144,17 @@ def test_training_of_a_compiled_block(device):
     assert_same_step(step(model, tokens), baseline, exact)
 
 
-@pytest.mark.parametrize("model", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))], ids=["linear", "sequential"])
-def test_a_model_without_experts_is_refused(model):
-    with pytest.raises(ValueError, match="must have MoE blocks of transformers, got"):
-        enable(model)
-
-
-def test_a_dense_transformer_is_refused():
-    fields = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields, vocab_size=8, num_key_value_heads=2))
-    with pytest.raises(ValueError, match="must have MoE blocks of transformers, got LlamaForCausalLM"):
-        enable(model)
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear"),
+        (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential"),
+        (lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)), "LlamaForCausalLM"),
+    ],
+)
+def test_a_model_without_experts_is_refused(make, kind):
+    with pytest.raises(ValueError, match=f"must have MoE blocks of transformers, got {kind}$"):
+        enable(make())
 
 
 @pytest.mark.parametrize("act", ["quick_gelu", "gelu_10", "relu6"])
@@ -169,15 +168,14 @@ def test_an_unknown_activation_is_refused(act, device):
 
 def test_refusal_leaves_an_enabled_model_as_it_is(device):
     model = build("qwen3_moe", device)
-    tokens = draw_tokens(model)
     enable(model)
-    wanted = model(input_ids=tokens).logits
+    wanted = logits_of(model)
     experts = model.model.layers[1].mlp.experts
     experts.act_fn = nn.Mish()
     with pytest.raises(ValueError, match="Mish"):
         enable(model)
     experts.act_fn = nn.SiLU()
-    assert torch.equal(model(input_ids=tokens).logits, wanted)
+    assert torch.equal(logits_of(model), wanted)
 
 
 def test_blocks_that_we_cannot_compute_are_refused_by_name():
@@ -205,18 +203,37 @@ def test_one_unknown_block_among_known_ones_is_refused():
         enable(model)
 
 
-def test_quantised_weights_are_refused():
-    model = build("qwen3_moe")
-    experts = model.model.layers[1].mlp.experts
+def with_unknown_activation(experts):
+    experts.act_fn = nn.Mish()
+
+
+def with_norm_and_bias(experts):
+    experts.has_post_expert_norm = experts.has_bias = True
+
+
+def with_float8(experts):
     experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-    with pytest.raises(ValueError, match=r"weights of model\.layers\.1\.mlp\.experts must have one dtype"):
-        enable(model)
 
 
-def test_a_norm_behind_experts_with_biases_is_refused():
-    model = build("gpt_oss")
-    model.model.layers[0].mlp.experts.has_post_expert_norm = True
-    with pytest.raises(ValueError, match="experts with a norm must have no biases, got both in GptOssExperts"):
+def with_integers(experts):
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(experts, name, nn.Parameter(getattr(experts, name).to(torch.int8), requires_grad=False))
+
+
+# Changes of experts, and the reason against them with the name of the experts.
+UNSUPPORTED = [
+    (with_unknown_activation, "the activation of Qwen3MoeExperts must be one of .*Mish"),
+    (with_norm_and_bias, "experts with a norm must have no biases, got both in Qwen3MoeExperts"),
+    (with_float8, "the weights of {} must have one dtype of .*float8_e4m3fn"),
+    (with_integers, "the weights of {} must have one dtype of .*got torch.int8"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), UNSUPPORTED)
+def test_unsupported_experts_are_refused(change, reason):
+    model = build("qwen3_moe")
+    change(model.model.layers[1].mlp.experts)
+    with pytest.raises(ValueError, match="moe_layers: " + reason.format(r"model\.layers\.1\.mlp\.experts")):
         enable(model)
 
 
@@ -227,17 +244,16 @@ def test_models_that_share_a_configuration(first_out, device):
     for module in models[1].modules():
         if hasattr(module, "config"):
             module.config = models[0].config
-    tokens = draw_tokens(models[0])
-    own = models[0](input_ids=tokens).logits
+    own = logits_of(models[0])
     for model in models:
         assert enable(model).blocks == 2
     for model in models:
-        assert not torch.equal(model(input_ids=tokens).logits, own)
+        assert not torch.equal(logits_of(model), own)
     disable(models[first_out])
-    assert not torch.equal(models[1 - first_out](input_ids=tokens).logits, own)
+    assert not torch.equal(logits_of(models[1 - first_out]), own)
     disable(models[1 - first_out])
     for model in models:
-        assert torch.equal(model(input_ids=tokens).logits, own)
+        assert torch.equal(logits_of(model), own)
         assert all("forward" not in vars(module) for module in model.modules())
 
 

@@ -36,8 +36,11 @@ def both(model_type, device, dtype=torch.float32, **options):
 def draw_routing(experts, dtype, seed=0):
     """Return tokens, ids and weights for an experts module."""
     generator = torch.Generator().manual_seed(seed)
-    d_model = experts.down_proj.shape[2] if experts.is_transposed else experts.down_proj.shape[1]
-    num_experts, device = len(experts.down_proj), experts.down_proj.device
+    if hasattr(experts, "mlp"):  # DBRX
+        d_model, num_experts = experts.hidden_size, experts.num_experts
+    else:
+        d_model, num_experts = experts.down_proj.shape[2 if experts.is_transposed else 1], len(experts.down_proj)
+    device = next(experts.parameters()).device
     tokens = torch.randn(NUM_TOKENS, d_model, generator=generator).to(device, dtype)
     ids = torch.rand(NUM_TOKENS, num_experts, generator=generator).argsort(-1)[:, :TOP_K].to(device)
     weights = torch.randn(NUM_TOKENS, TOP_K, generator=generator).softmax(-1).to(device, dtype)
@@ -133,17 +136,9 @@ def rebuilt(device, monkeypatch):
     return ours, copies
 
 
-def draw_dbrx(experts):
-    generator = torch.Generator().manual_seed(0)
-    device = experts.mlp.w1.device
-    tokens = torch.randn(NUM_TOKENS, experts.hidden_size, generator=generator).to(device)
-    ids = torch.rand(NUM_TOKENS, experts.num_experts, generator=generator).argsort(-1)[:, :TOP_K].to(device)
-    return tokens, ids, torch.randn(NUM_TOKENS, TOP_K, generator=generator).softmax(-1).to(device)
-
-
 def test_copy_is_not_kept_for_backward(rebuilt):
     ours, copies = rebuilt
-    out = ours(*draw_dbrx(ours))
+    out = ours(*draw_routing(ours, torch.float32))
     assert len(copies) == 1
     out.sum().backward()
     assert len(copies) == 2
@@ -152,7 +147,7 @@ def test_copy_is_not_kept_for_backward(rebuilt):
 @pytest.mark.parametrize("changed", ["w1", "w2", "tokens"])
 def test_changed_tensors_do_not_reach_backward(changed, rebuilt):
     ours, _ = rebuilt
-    tokens, ids, weights = draw_dbrx(ours)
+    tokens, ids, weights = draw_routing(ours, torch.float32)
     out = ours(tokens.requires_grad_(), ids, weights)
     with torch.no_grad():
         {"w1": ours.mlp.w1, "w2": ours.mlp.w2, "tokens": tokens}[changed].add_(1)

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -18,8 +17,13 @@ from ..tiers import default_tier, slow
 from .models import assert_same_step, build, config_of, step
 from .models import draw_tokens as draw_some
 from .test_copies import PICKLED
+from .test_enable import UNSUPPORTED
 from .test_experts_of_models import draw_routing, experts_of
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # of PEFT
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # of PEFT 0.18
+]
 # The interpreter is slow, and runs the kernels here: few tokens.
 draw_tokens = partial(draw_some, batch=1, length=3)
 NAME = "moe_layers"
@@ -77,31 +81,12 @@ def test_two_models_share_a_configuration(device):
         assert hasattr(experts_of(model), ATTRIBUTE)
 
 
-def with_unknown_activation(experts):
-    experts.act_fn = nn.Mish()
-
-
-def with_norm_and_bias(experts):
-    experts.has_post_expert_norm = experts.has_bias = True
-
-
-def with_float8(experts):
-    experts.down_proj = nn.Parameter(experts.down_proj.to(torch.float8_e4m3fn), requires_grad=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        (with_unknown_activation, "the activation of Qwen3MoeExperts must be one of .*Mish"),
-        (with_norm_and_bias, "experts with a norm must have no biases, got both in Qwen3MoeExperts"),
-        (with_float8, "the weights of Qwen3MoeExperts must have one dtype of .*float8_e4m3fn"),
-    ],
-)
+@pytest.mark.parametrize(("change", "reason"), UNSUPPORTED)
 def test_what_cannot_be_computed_raises_at_its_call(change, reason, device):
     model = chosen_by_name("qwen3_moe", device)
     change(model.model.layers[0].mlp.experts)
     for _ in range(2):
-        with pytest.raises(ValueError, match=f"moe_layers: {reason}"):
+        with pytest.raises(ValueError, match="moe_layers: " + reason.format("Qwen3MoeExperts")):
             model(input_ids=draw_tokens(model))
 
 
@@ -132,14 +117,15 @@ def test_first_call_inside_selective_checkpointing(device):
     assert torch.equal(out, plain) and all(map(torch.equal, gradients, expected))
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
-@pytest.mark.parametrize("model_type", default_tier(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
-def test_peft_computes_its_adapters_by_itself_and_is_told(model_type):
-    pytest.importorskip("peft", reason="peft is not installed")
-    from .peft_models import adapt, assert_equal_steps, lora
+@pytest.fixture
+def peft_models():
+    return pytest.importorskip("tests.integrations.peft_models")
 
-    golden = adapt(build(model_type, dtype=torch.float64), lora())
+
+@pytest.mark.parametrize("model_type", default_tier(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
+def test_peft_computes_its_adapters_by_itself_and_is_told(model_type, peft_models):
+    assert_equal_steps = peft_models.assert_equal_steps
+    golden = peft_models.adapt(build(model_type, dtype=torch.float64), peft_models.lora())
     ours = copy.deepcopy(golden)
     ours.base_model.model.set_experts_implementation(NAME)
     tokens = draw_tokens(golden)
@@ -152,16 +138,11 @@ def test_peft_computes_its_adapters_by_itself_and_is_told(model_type):
     assert_equal_steps(step(ours, tokens), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
-def test_adapters_that_follow_the_first_forward_are_told(device):
-    pytest.importorskip("peft", reason="peft is not installed")
-    from .peft_models import adapt, lora
-
+def test_adapters_that_follow_the_first_forward_are_told(device, peft_models):
     model = chosen_by_name("qwen3_moe", device)
     tokens = draw_tokens(model)
     model(input_ids=tokens)
-    adapted = adapt(model, lora())
+    adapted = peft_models.adapt(model, peft_models.lora())
     for _ in range(2):  # also after `disable`, which restores the name
         with pytest.warns(UserWarning, match=TOLD.format("Qwen3Moe")):
             adapted(input_ids=tokens)
@@ -170,13 +151,8 @@ def test_adapters_that_follow_the_first_forward_are_told(device):
         disable(adapted)
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning")
-def test_adapters_of_compiled_experts_are_told(device):
-    pytest.importorskip("peft", reason="peft is not installed")
-    from .peft_models import adapt, lora
-
-    adapted = adapt(chosen_by_name("qwen3_moe", device), lora())
+def test_adapters_of_compiled_experts_are_told(device, peft_models):
+    adapted = peft_models.adapt(chosen_by_name("qwen3_moe", device), peft_models.lora())
     wrapper = adapted.base_model.model.model.layers[0].mlp.experts
     inputs = draw_routing(wrapper.get_base_layer(), torch.float32)
     with pytest.warns(UserWarning, match=TOLD.format("Qwen3Moe")):

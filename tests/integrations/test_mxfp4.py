@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 from moe_layers.integrations.transformers import disable, enable  # noqa: E402
 from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4  # noqa: E402
 
-from .models import assert_same_bits, build, draw_tokens, step  # noqa: E402
+from .models import assert_same_bits, build, draw_tokens, logits_of, step  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
@@ -50,11 +50,6 @@ def pair(dtype=torch.float32, device="cpu", *, reorder=True):
         if reorder:
             parameter.data = parameter.data.transpose(1, 2).contiguous().transpose(1, 2)
     return stored, plain
-
-
-def logits_of(model):
-    with torch.no_grad():
-        return model(draw_tokens(model)).logits
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -140,13 +135,7 @@ def lora(peft_models):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft(order, peft_models):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
-    (stored, plain), config = pair(), lora(peft_models)
-    ours, report = peft_models.enabled_and_adapted(stored, order, config)
-    golden = peft_models.adapt(plain, config)
-    assert len(report.adapted) == (2 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(ours, golden)
-    assert len(pairs) == 4
-    peft_models.assert_close_steps(ours, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(*pair(), order, lora(peft_models), num_adapted=2)
 
 
 def test_targets_of_peft_need_full_names(peft_models):

@@ -15,15 +15,11 @@ from moe_layers.experts.quantization import dequantize_experts_, quantize_expert
 from moe_layers.integrations.transformers import disable, enable
 from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE, NAME
 
-from .models import assert_same_bits, build, draw_tokens, step
+from .models import assert_same_bits, build, draw_tokens, experts_of, logits_of, step
 from .test_experts_of_models import draw_routing
 
 BLOCK = (2, 8)  # divides d_ff 18, so that gate and up are whole blocks
 FORMAT = WeightFormat("fp8", BLOCK)
-
-
-def experts_of(model):
-    return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def fp8_experts(config, block=BLOCK, **options):
@@ -78,10 +74,8 @@ def test_packed_float4():
     assert_chosen_by_name(stored)
     assert list(enable(stored, implementation="reference").quantized) == ["mxfp4 (1x32)"]
     enable(plain, implementation="reference")
-    tokens = draw_tokens(stored)
-    with torch.no_grad():
-        actual = stored(tokens).logits
-        assert torch.equal(actual, plain(tokens).logits) and actual.any()
+    actual = logits_of(stored)
+    assert torch.equal(actual, logits_of(plain)) and actual.any()
 
 
 def assert_chosen_by_name(stored):
@@ -132,20 +126,15 @@ def test_unfrozen_weights_run_without_gradients_only():
     stored, plain = pair(frozen=False)
     enable(stored, implementation="reference")
     enable(plain, implementation="reference")
-    tokens = draw_tokens(stored)
-    with torch.no_grad():
-        assert torch.equal(stored(tokens).logits, plain(tokens).logits)
+    assert torch.equal(logits_of(stored), logits_of(plain))
     with pytest.raises(ValueError, match=r"gate_up_proj of FP8Experts is stored as fp8 and must be frozen"):
-        stored(tokens)
+        stored(draw_tokens(stored))
 
 
 def test_disable_and_copies():
     stored, _ = pair()
     enable(stored, implementation="reference")
-    tokens = draw_tokens(stored)
-    copied = copy.deepcopy(stored)
-    with torch.no_grad():
-        assert torch.equal(copied(tokens).logits, stored(tokens).logits)
+    assert torch.equal(logits_of(copy.deepcopy(stored)), logits_of(stored))
     disable(stored)
     assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
 
@@ -174,13 +163,7 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(change, message)
 def test_adapters_of_peft_over_stored_weights(order):
     """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     peft_models = pytest.importorskip("tests.integrations.peft_models")
-    stored, plain = pair()
-    adapted, report = peft_models.enabled_and_adapted(stored, order)
-    golden = peft_models.adapt(plain, peft_models.lora())
-    assert len(report.adapted) == (4 if order == "adapted" else 0) and not report.adapted_by_wrapper
-    pairs = peft_models.share_factors(adapted, golden)
-    assert len(pairs) == 8
-    peft_models.assert_close_steps(adapted, golden, pairs)
+    peft_models.assert_adapted_as_by_peft(*pair(), order, num_adapted=4)
 
 
 def test_an_enabled_model_is_not_quantised_by_us():

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from moe_layers import BalanceLosses, RoutingReplay, observe
-from moe_layers.integrations.transformers import balance_routing, enable
+from moe_layers.integrations.transformers import balance_routing
 
 from ..tiers import default_tier, slow
 from .models import assert_same_bits, build, draw_tokens, skip_old, step
@@ -225,9 +225,8 @@ def test_rollouts_of_packed_sequences(device):
 
 
 def test_rollouts_of_all_layers_skip_the_dense_ones():
-    model = build("deepseek_v3")
+    model = enabled("deepseek_v3", "cpu")
     assert model.config.num_hidden_layers == 2
-    enable(model, implementation="reference")
     array = torch.rand(4, 2, 10).argsort(2)[..., :3]
     array[:, 0] = 0  # what engines leave there
     record = RoutingReplay.from_rollouts(model, [array])
@@ -250,9 +249,7 @@ def test_losses_and_statistics_see_the_replayed_choice(device):
 
 class TestRefused:
     def model(self):
-        model = build("qwen3_moe")  # 8 experts, 3 per token, 2 layers
-        enable(model, implementation="reference")
-        return model
+        return enabled("qwen3_moe", "cpu")  # 8 experts, 3 per token, 2 layers
 
     def arrays(self, length=6, layers=2, top_k=3):
         return [torch.rand(length, layers, 8).argsort(2)[..., :top_k].int()]
@@ -344,10 +341,8 @@ class TestRefused:
         with pytest.raises(ValueError, match=match), alone.replay(part):
             part(torch.zeros(1, 6, 56))
 
-    @pytest.mark.parametrize("model_type", ["phimoe"])
-    def test_routers_that_choose_in_another_way(self, model_type):
-        model = build(model_type)
-        enable(model, implementation="reference")
+    def test_routers_that_choose_in_another_way(self):
+        model = enabled("phimoe", "cpu")
         tokens = draw_tokens(model)
         record = captured(model, lambda: model(input_ids=tokens))
         match = "PhimoeTopKRouter must choose its experts by one top-k of scores"

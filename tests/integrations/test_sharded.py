@@ -1,8 +1,6 @@
 """Experts of transformers models shared by two ranks, against one process on all tokens, in float64."""
 
 import copy
-import warnings
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_layers import clip_grad_norm_, save_communication
 
+from ..ops import CountedOps
 from ..processes import make_test
 from ..tiers import slow
 
@@ -25,8 +23,8 @@ transformers = pytest.importorskip("transformers", minversion="5.23", reason="te
 from moe_layers.integrations.transformers import enable, ignore_in_ddp, shard_experts  # noqa: E402
 
 from .sharded_models import (  # noqa: E402
-    EXPERTS,
-    all_in_float64,
+    Case,
+    adapted,
     assert_close,
     batches,
     build,
@@ -42,23 +40,6 @@ from .sharded_models import (  # noqa: E402
 pytestmark = slow  # each process imports transformers
 UNEVEN, EVEN, NO_LABELS = (3, 1, 2, 2), (2, 2, 2, 2), (3, 0, 1, 2)  # sequences of each rank; the first ones are used
 STEPS, ACCUMULATED, CLIP, RATE = 3, 2, 5.0, 0.05
-
-
-@dataclass(frozen=True)
-class Case:
-    """A case of one family, by its own name."""
-
-    run: object
-    kind: str
-
-    @property
-    def __name__(self):
-        return self.run.__name__
-
-    def __call__(self, device):
-        with all_in_float64(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers and PEFT about tiny models
-            self.run(self.kind)
 
 
 def drawn(sizes, **options):
@@ -108,16 +89,6 @@ def frozen_parts(kind):
         assert_same_gradients(sharded(model, dispatcher="alltoall", average_gradients=False), drawn(UNEVEN), reference)
 
 
-class Sent(TorchDispatchMode):
-    """Counts the all-to-alls that run. A checkpoint's own mode returns kept results before this one."""
-
-    number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += func is torch.ops._c10d_functional.all_to_all_single.default
-        return func(*args, **(kwargs or {}))
-
-
 def checkpointing(kind):
     """Checkpointed layers, which send everything again, or with `save_communication` nothing."""
     counts = []
@@ -125,34 +96,19 @@ def checkpointing(kind):
         model = sharded(build(kind), dispatcher="alltoall", average_gradients=False)
         if options is not None:
             model.gradient_checkpointing_enable({"use_reentrant": False, **options})
-        with Sent() as sent:
+        with CountedOps() as ops:  # a checkpoint's own mode returns kept results before this one
             assert_same_gradients(model, drawn(UNEVEN, pad=2), build(kind))
-        counts.append(sent.number)
+        counts.append(ops.counts["_c10d_functional::all_to_all_single"])
     none, plain, saved = counts
-    assert none == saved < plain
+    assert 0 < none == saved < plain
 
 
 def lora(kind):
     """Adapters of experts and attention, whole on every rank, added before and after sharding."""
-    from peft import LoraConfig, get_peft_model
-
-    experts = EXPERTS.get(kind, "mlp.experts")
-    weights = [f"{experts}.gate_up_proj", f"{experts}.down_proj"]
-    attention = "q_a_proj" if kind == "deepseek_v3" else "q_proj"
-
-    def adapted(model):
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=[attention], target_parameters=weights)
-        model = get_peft_model(model, config)
-        torch.manual_seed(5)
-        for name, parameter in sorted(model.named_parameters()):
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-        return model
-
     for before, average in ((True, True), (False, True), (False, False)):
-        model = sharded(adapted(build(kind)) if before else build(kind), average_gradients=average)
-        model = model if before else adapted(model)
-        assert_same_gradients(model, drawn(UNEVEN), adapted(build(kind)), average=average)
+        model = sharded(adapted(build(kind), kind) if before else build(kind), average_gradients=average)
+        model = model if before else adapted(model, kind)
+        assert_same_gradients(model, drawn(UNEVEN), adapted(build(kind), kind), average=average)
         with pytest.raises(
             ValueError, match=r"layers.*: adapters must be merged into whole experts, got .* which ranks share"
         ):
@@ -316,7 +272,7 @@ MORE = {
 
 
 def cases(kind):
-    return [Case(run, kind) for run in (*FAMILY, *MORE.get(kind, ()))]
+    return [Case(run, (kind,)) for run in (*FAMILY, *MORE.get(kind, ()))]
 
 
 test_qwen3_moe = make_test(cases("qwen3_moe"), 2)
@@ -327,9 +283,9 @@ test_deepseek_v3 = make_test(cases("deepseek_v3"), 2)
 test_llama4 = make_test(cases("llama4_text"), 2)
 test_four_processes = make_test(
     [
-        Case(uneven_tokens_and_padding, "qwen3_moe"),
-        Case(lora, "qwen3_moe"),
-        Case(copies_of_experts, "gpt_oss"),
+        Case(uneven_tokens_and_padding, ("qwen3_moe",)),
+        Case(lora, ("qwen3_moe",)),
+        Case(copies_of_experts, ("gpt_oss",)),
     ],
     4,
 )

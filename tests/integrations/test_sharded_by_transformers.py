@@ -1,14 +1,11 @@
 """transformers' own expert parallelism with `ep_implementation="moe_layers"`, against one process, in float64."""
 
 import tempfile
-import warnings
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 
 from ..processes import make_test
 from ..tiers import slow
@@ -17,7 +14,8 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from .models import config_of, initialise, model_class_of  # noqa: E402
 from .sharded_models import (  # noqa: E402
-    all_in_float64,
+    Case,
+    adapted,
     assert_close,
     batches,
     build,
@@ -25,6 +23,7 @@ from .sharded_models import (  # noqa: E402
     here,
     own,
     saved,
+    shard,
     shared_folder,
     whole,
 )
@@ -39,27 +38,6 @@ pytestmark = [
     ),
 ]
 KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # of the six, those with a plan of transformers
-
-
-@dataclass(frozen=True)
-class Case:
-    run: object
-
-    @property
-    def __name__(self):
-        return self.run.__name__
-
-    @property
-    def pytestmark(self):
-        return getattr(self.run, "pytestmark", [])
-
-    def __call__(self, device):
-        import moe_layers.integrations.transformers  # noqa: F401  # registers the implementation
-
-        with all_in_float64(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of transformers about tiny models
-            transformers.logging.disable_progress_bar()
-            self.run()
 
 
 def load(folder, model_class=transformers.AutoModelForCausalLM, **sizes):
@@ -82,19 +60,7 @@ def assert_same_gradients(model, kind, data):
 
 def lora():
     """Adapters of experts and attention, with and without `enable`. The Trainer averages their gradients."""
-    from peft import LoraConfig, get_peft_model
-
-    from moe_layers.integrations.transformers import enable, shard_experts
-
-    def adapted(model):
-        weights = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-        config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"], target_parameters=weights)
-        torch.manual_seed(5)
-        model = get_peft_model(model, config)
-        for name, parameter in sorted(model.named_parameters()):
-            if "lora_" in name:
-                torch.nn.init.normal_(parameter, std=0.2)
-        return model
+    from moe_layers.integrations.transformers import enable
 
     data, folder = batches((3, 1)), saved(build("qwen3_moe"))
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
@@ -105,7 +71,7 @@ def lora():
             with pytest.raises(
                 ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
             ):
-                shard_experts(model, init_device_mesh(here().type, (2,)))
+                shard(model)
         model = adapted(model)
         with pytest.raises(ValueError, match="Qwen3MoeExperts: adapters must be merged into whole experts, got"):
             model.base_model.model.model.layers[0].mlp.experts.merge()

@@ -21,7 +21,7 @@ from moe_layers.integrations.transformers import disable, enable, reading_shares
 
 from .models import build as build_any  # noqa: E402
 from .models import draw_tokens, skip_old, step  # noqa: E402
-from .sharded_models import batches, build, here, logits_of, sharded  # noqa: E402
+from .sharded_models import batches, build, here, logits_of, shard, sharded  # noqa: E402
 
 
 @pytest.fixture
@@ -190,18 +190,14 @@ def test_adapters_of_pefts_own_are_refused(mesh):
 def experts_that_do_not_divide(device):
     model = enabled(num_experts=7)
     with unchanged(model), refused(r"rank \d: model.layers.0.mlp.experts: num_experts must be a mult"):
-        sharded_by_two(model)
-
-
-def sharded_by_two(model, **options):
-    return shard_experts(model, init_device_mesh(here().type, (2,), mesh_dim_names=("ep",)), **options)
+        shard(model)
 
 
 def problems_of_one_rank(device):
     """Each rank learns of it, and which rank it is."""
     rank = distributed.get_rank()
     sharded_already, partitioned = enabled(), enabled()
-    sharded_by_two(sharded_already)
+    shard(sharded_already)
     with_zero3(partitioned)
     for model, options, message in (
         (partitioned, {}, "parameters must be plain tensors, got lm_head.weight of DeepSpeed's ZeRO-3"),
@@ -212,7 +208,7 @@ def problems_of_one_rank(device):
     ):
         model, options = (model, options) if rank else (enabled(), {})
         with refused(f"shard_experts: rank 1: {message}"):
-            sharded_by_two(model, **options)
+            shard(model, **options)
     model = enabled()
     with (
         unchanged(model),
@@ -226,7 +222,7 @@ def zero_experts(device):
     model = build_any("longcat_flash")
     enable(model, implementation="reference")
     with unchanged(model), refused(r"rank \d: each expert must hold an equal part"):
-        sharded_by_two(model)
+        shard(model)
 
 
 def configurations_that_disagree(device):
@@ -245,10 +241,10 @@ def configurations_that_disagree(device):
         (enabled(), {"chunks": 1 + rank}, "chunks, got 1 on rank 0 and 2 on rank 1"),
     ):
         with unchanged(model), refused(f"all ranks must agree about {message}"):
-            sharded_by_two(model, **options)
+            shard(model, **options)
     model = enabled()
     model.config._name_or_path = f"/rank{rank}/model"  # a folder of each rank is no disagreement
-    sharded_by_two(model)
+    shard(model)
 
 
 @on_cpu("on a GPU the error ends the process")
@@ -267,9 +263,9 @@ def a_rank_that_stays_away(device):
     model = enabled()
     if distributed.get_rank():
         with unchanged(model), refused("no call within 1 seconds from rank 0; let slower ranks"):
-            sharded_by_two(model, seconds=1.0)
+            shard(model, seconds=1.0)
     distributed.barrier()
-    sharded_by_two(model)
+    shard(model)
 
 
 test_two_ranks = slow(

@@ -18,7 +18,7 @@ from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
 
-from moe_layers.integrations.transformers import balance_routing, enable, reading_shares, save_sharded, shard_experts  # noqa: E402
+from moe_layers.integrations.transformers import balance_routing, enable, reading_shares, save_sharded  # noqa: E402
 
 from .sharded_models import (  # noqa: E402
     all_in_float64,
@@ -30,6 +30,7 @@ from .sharded_models import (  # noqa: E402
     logits_of,
     loss_of,
     own,
+    shard,
     shared_folder,
     whole,
 )
@@ -40,10 +41,6 @@ pytestmark = slow  # each process imports transformers
 def enabled(model, **options):
     enable(model, **{"implementation": "reference", **options})
     return model
-
-
-def shard(model, **options):
-    return shard_experts(model, init_device_mesh(here().type, (2,)), **options)
 
 
 def assert_same_steps(model, reference, sizes=(2, 1), tolerance=2e-5):

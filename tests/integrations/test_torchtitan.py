@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..markdown import blocks_of
 from ..processes import ROOT, make_test
+from .sharded_models import whole
 
 pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not installed", exc_type=ImportError)
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -204,10 +205,6 @@ def step_on_ranks(model, dims, device):
         else:
             gradients[name] = gradient
     return logits.detach(), gradients
-
-
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @mock.patch("torchtitan.models.common.attention.FlexAttention.forward", attention)

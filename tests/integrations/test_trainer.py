@@ -12,7 +12,7 @@ from moe_layers.checkpoint.model.repair import repair
 from moe_layers.integrations.transformers import enable as enable_with
 
 from ..checkpoint.golden import FASTEST
-from .models import build
+from .models import assert_same_bits, build
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and accelerate warn about their own deprecations
@@ -49,9 +49,6 @@ def experts_of(state):
     return {name: tensor for name, tensor in state.items() if ".experts." in name}
 
 
-assert_equal_states = partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
 def test_training_is_that_of_the_models_own_experts(tmp_path, device):
     """Two micro-batches per step, and the router's auxiliary loss."""
     states = []
@@ -75,7 +72,7 @@ def test_a_repaired_checkpoint_resumes_as_if_never_stopped(tmp_path, device):
     again = other(device)
     enable(again)
     trainer_of(again, tmp_path / "again").train(resume_from_checkpoint=str(report.directory))
-    assert_equal_states(again.state_dict(), whole.state_dict())
+    assert_same_bits(again.state_dict(), whole.state_dict())
 
 
 class Captured(transformers.TrainerCallback):
@@ -98,7 +95,7 @@ def test_resuming_without_repair_starts_from_other_experts(enabled, tmp_path):
     trainer = trainer_of(model, tmp_path / "again")
     trainer.add_callback(captured)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_equal_states(captured.state, {**saved, **before})
+    assert_same_bits(captured.state, {**saved, **before})
     assert not any(torch.equal(tensor, saved[name]) for name, tensor in before.items())
 
 
@@ -116,7 +113,7 @@ def test_the_best_model_at_the_end_has_the_last_experts(tmp_path):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"checkpoint-{step}").state_dict()
         for step in (2, 4)
     )
-    assert_equal_states(experts_of(loaded), experts_of(last))
+    assert_same_bits(experts_of(loaded), experts_of(last))
     assert torch.equal(loaded["lm_head.weight"], saved["lm_head.weight"])
     assert not torch.equal(loaded["lm_head.weight"], last["lm_head.weight"])
 
@@ -137,5 +134,5 @@ def test_adapters_resume_as_if_never_stopped(tmp_path):
     trainer_of(whole, tmp_path).train()
     again = adapted()
     trainer_of(again, tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert_equal_states(again.state_dict(), whole.state_dict())
+    assert_same_bits(again.state_dict(), whole.state_dict())
     shutil.rmtree(tmp_path / "again")

@@ -15,17 +15,6 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 STEPS, BATCH, LENGTH = 4, 2, 6
 
 
-class Tokens(torch.utils.data.Dataset):
-    def __init__(self, vocab_size):
-        self.tokens = torch.randint(1, vocab_size, (64, LENGTH), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self):
-        return len(self.tokens)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
-
-
 def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
     model = enabled(model_type, "cpu").train()
     settings = {
@@ -48,7 +37,8 @@ def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
         max_grad_norm=0.0,
         **settings,
     )
-    data = Tokens(model.config.vocab_size)
+    rows = torch.randint(1, model.config.vocab_size, (64, LENGTH), generator=torch.Generator().manual_seed(1))
+    data = [{"input_ids": row, "labels": row} for row in rows]
     return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
@@ -97,7 +87,7 @@ class Reporter(transformers.TrainerCallback):
 def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
     """Also logs that the callback cannot foresee at the end of a step, and for callbacks on both sides of it."""
     trainer = make_trainer("qwen3_moe", tmp_path, **settings)
-    trainer.train_dataset = torch.utils.data.Subset(trainer.train_dataset, range(STEPS * BATCH))  # one epoch
+    trainer.train_dataset = trainer.train_dataset[: STEPS * BATCH]  # one epoch
     before, after = Reporter(), Reporter()
     trainer.add_callback(before)
     callback = RoutingCallback(trainer, per_layer=False)

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers", minversion="5.7", reason="tra
 from moe_layers.integrations.transformers import enable  # noqa: E402
 
 from ..integrations import test_mxfp4, test_quantized_models  # noqa: E402
-from ..integrations.models import build, config_of, initialise, skip_old  # noqa: E402
+from ..integrations.models import build, config_of, experts_of, initialise, skip_old  # noqa: E402
 from ..integrations.peft_models import WARNINGS, adapt, lora, peft  # noqa: E402
 from .engine_loaders import load  # noqa: E402
 from .test_layers import adapted  # noqa: E402
@@ -97,7 +97,7 @@ def whole(model_type):
 def test_the_engine_gets_each_expert(engine, model_type):
     skip_old(model_type)
     model = whole(model_type)
-    experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+    experts = [module for _, module in experts_of(model)]
     if not experts:
         pytest.skip(f"transformers {transformers.__version__} has no module of the experts of {model_type}")
     enable(model, implementation="reference")
@@ -212,7 +212,7 @@ def test_fp8_is_dequantised_or_kept():
     assert_same(dict(iter_weights(stored, "vllm")), dict(iter_weights(plain, "vllm")))
     kept = iter_weights(stored, "vllm", keep_quantized=True)
     parameters, _ = load(kept, "qwen3_moe", stored.config.num_experts)
-    for name, experts in test_quantized_models.experts_of(stored):
+    for name, experts in experts_of(stored):
         for key, target in (("gate_up_proj", "w13_weight"), ("down_proj", "w2_weight")):
             assert torch.equal(
                 parameters[f"{name}.{target}"].view(torch.uint8), getattr(experts, key).view(torch.uint8)
@@ -269,8 +269,9 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts.down_proj must hold all \d experts, got 2"):
         list(iter_weights(model))
     model.model.norm.to("meta")
+    model.model.layers = nn.ModuleList()
     with pytest.raises(ValueError, match=r"tensors must have memory, got model.norm.weight on meta"):
-        list(iter_weights(_without(model)))
+        list(iter_weights(model))
     model = build("qwen3_moe")
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     with pytest.raises(ValueError, match=r"lm_head.weight must be plain, FP8 with scales"):
@@ -297,11 +298,6 @@ def test_parameters_that_other_ranks_hold_in_part_are_refused(tmp_path):
         iter_weights(model.model)
     down.data = torch.empty(down.ds_shape)
     assert list(iter_weights(model.model))
-
-
-def _without(model):
-    model.model.layers = nn.ModuleList()
-    return model
 
 
 pytestmark = WARNINGS

@@ -10,7 +10,7 @@ from moe_layers import LoRA
 from moe_layers.experts.quantization import quantize_experts_
 from moe_layers.serving import iter_weights
 
-from ..checkpoint.test_peak_memory import MIB, SLACK, run_python
+from ..checkpoint.test_peak_memory import SLACK, peak_bytes
 from ..checkpoint.test_peak_memory import pytestmark as only_on_linux
 from ..layers import moe_layer
 from ..tiers import slow
@@ -18,13 +18,11 @@ from ..tiers import slow
 LAYERS, EXPERTS, WIDTH = 4, 16, 512
 LAYER_BYTES = EXPERTS * 3 * WIDTH * WIDTH * 4  # 48 MiB
 
-MEASURE = """
-import gc, warnings
+PREPARATION = """
+import warnings
 warnings.simplefilter("ignore")
 import torch, transformers
 from moe_layers.serving import iter_weights, pack
-def kib(field):
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field))
 def make(width, layers):
     config = transformers.Qwen3MoeConfig(vocab_size=64, hidden_size=width, moe_intermediate_size=width,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16)
@@ -36,14 +34,9 @@ def wrapped(model):
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[], target_parameters=names))
     return model
 list(pack(iter_weights(make(64, 1), "vllm"), 1 << 20))
-model = make(WIDTH, LAYERS)
-gc.collect()
-open("/proc/self/clear_refs", "w").write("5")  # reset the peak
-before = kib("VmRSS")
-for bucket in pack(iter_weights(model, "vllm"), 1 << 20):
-    pass
-print((kib("VmHWM") - before) * 1024)
+model = make({WIDTH}, {LAYERS})
 """
+READ = 'for _ in pack(iter_weights(model, "vllm"), 1 << 20): pass'
 
 
 @only_on_linux
@@ -51,8 +44,7 @@ print((kib("VmHWM") - before) * 1024)
 @pytest.mark.parametrize("adapted", [False, True])
 def test_at_most_one_layer_beyond_the_model(adapted):
     """Nothing for a plain model, whose experts are views; a parameter of a layer for one with adapters."""
-    code = MEASURE.replace("{adapted}", str(adapted)).replace("WIDTH, LAYERS", f"{WIDTH}, {LAYERS}")
-    peak = int(run_python(["-c", code], MALLOC_MMAP_THRESHOLD_=str(MIB // 4)).stdout.split()[-1])
+    peak = peak_bytes(READ, PREPARATION.format(adapted=adapted, WIDTH=WIDTH, LAYERS=LAYERS))
     assert peak < (LAYER_BYTES if adapted else 0) + SLACK // 3, peak
 
 

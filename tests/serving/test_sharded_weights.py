@@ -1,11 +1,7 @@
 """`iter_weights` of transformers models that FSDP2, `shard_experts` or transformers' own expert parallelism shards."""
 
-import tempfile
-from functools import partial
-
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -19,7 +15,8 @@ pytestmark = slow  # each process imports transformers
 
 from moe_layers.integrations.transformers import enable, shard_experts  # noqa: E402
 
-from ..integrations.models import QWEN3_MOE  # noqa: E402
+from ..integrations.models import QWEN3_MOE, assert_same_bits  # noqa: E402
+from ..integrations.sharded_models import saved  # noqa: E402
 
 
 def make_model(device):
@@ -27,15 +24,12 @@ def make_model(device):
     return transformers.AutoModelForCausalLM.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE)).to(device)
 
 
-assert_same = partial(torch.testing.assert_close, rtol=0, atol=0)
-
-
 def fsdp2(device):
     expected = dict(iter_weights(make_model(device), "vllm"))
     model = make_model(device)
     for layer in model.model.layers:
         fully_shard(layer)
-    assert_same(dict(iter_weights(fully_shard(model), "vllm")), expected)
+    assert_same_bits(dict(iter_weights(fully_shard(model), "vllm")), expected)
 
 
 def fsdp2_with_adapters(device):
@@ -48,7 +42,7 @@ def fsdp2_with_adapters(device):
         fully_shard(layer)
     fully_shard(model)
     for _ in range(2):
-        assert_same(dict(iter_weights(model, "vllm")), expected)
+        assert_same_bits(dict(iter_weights(model, "vllm")), expected)
 
 
 def shared_experts(device):
@@ -57,7 +51,7 @@ def shared_experts(device):
     enable(model)
     shard_experts(model, init_device_mesh(device.type, (2,)))
     assert len(model.model.layers[0].mlp.experts.down_proj.to_local()) < QWEN3_MOE["num_experts"]
-    assert_same(dict(iter_weights(model, "vllm")), expected)
+    assert_same_bits(dict(iter_weights(model, "vllm")), expected)
 
 
 def float8(device):
@@ -71,23 +65,17 @@ def float8(device):
     for model in (shared, wrapped):
         for kept in (False, True):
             found, expected = (dict(iter_weights(each, keep_quantized=kept)) for each in (model, whole))
-            assert_same({n: t.float() for n, t in found.items()}, {n: t.float() for n, t in expected.items()})
+            assert_same_bits({n: t.float() for n, t in found.items()}, {n: t.float() for n, t in expected.items()})
 
 
 def expert_parallel(device):
     from transformers.distributed import DistributedConfig
 
     own = make_model(device)
-    with tempfile.TemporaryDirectory() as folder:
-        of_first = [folder]
-        distributed.broadcast_object_list(of_first)
-        own.save_pretrained(of_first[0])
-        distributed.barrier()
-        for sizes in ({"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}):
-            auto = transformers.AutoModelForCausalLM
-            model = auto.from_pretrained(of_first[0], distributed_config=DistributedConfig(**sizes))
-            assert_same(dict(iter_weights(model, "sglang")), dict(iter_weights(own, "sglang")))
-        distributed.barrier()
+    folder, auto = saved(own), transformers.AutoModelForCausalLM
+    for sizes in ({"tp_size": 2, "ep_size": 2}, {"fsdp_size": 2, "ep_size": 2}):
+        model = auto.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+        assert_same_bits(dict(iter_weights(model, "sglang")), dict(iter_weights(own, "sglang")))
 
 
 test_two_processes = make_test([fsdp2, fsdp2_with_adapters, shared_experts, float8, expert_parallel], 2)
