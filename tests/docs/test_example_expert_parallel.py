@@ -2,15 +2,13 @@
 
 import dataclasses
 import json
-import tempfile
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from ..processes import ROOT, make_test, run_torchrun
+from ..processes import ROOT, make_test, run_torchrun, shared_folder
 from ..tiers import slow
 from . import examples
 
@@ -38,16 +36,15 @@ def losses_equal_one_process(device):
         single.train_step(one)
     expected = torch.tensor([*one.history.training_loss.tolist(), single.evaluate(one)])
     num_processes = distributed.get_world_size()
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
+    folder = shared_folder()
     for dispatcher in ("alltoall", "allgather"):
         options = {"dispatcher": dispatcher, "implementation": implementation}
         first = example.start_run(TINY, text, num_processes, **options)
         example.train(first, stop_after=2)
-        example.save_checkpoint(first, Path(folder[0]) / dispatcher)
+        example.save_checkpoint(first, folder / dispatcher)
         second = example.start_run(dataclasses.replace(TINY, seed=1), text, 1, **options)
         second.settings = TINY
-        example.load_checkpoint(second, Path(folder[0]) / dispatcher)
+        example.load_checkpoint(second, folder / dispatcher)
         assert second.losses == pytest.approx(first.losses)
         for run in (first, second):
             example.train(run)

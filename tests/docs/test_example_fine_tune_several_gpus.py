@@ -5,15 +5,13 @@ import warnings
 from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from tempfile import mkdtemp
 from unittest import mock
 
 import pytest
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..processes import make_test
+from ..processes import make_test, shared_folder
 from ..tiers import slow
 from .examples import implementation_of, small_text
 
@@ -29,17 +27,16 @@ def losses(device, lora, mesh_shape=(1, 2)):
     sizes = {"width": 32, "num_heads": 2, "d_ff": 16, "num_experts": 4, "context": 32, "batch": 4, "steps": 6}
     sizes |= {"log_every": 3, "held_out_windows": 8, "peak_learning_rate": 1e-2, "warmup_steps": 2}
     settings, said = replace(single.PRESETS["cpu"], **sizes), []
-    folders = [mkdtemp()]
-    distributed.broadcast_object_list(folders)
+    folder = shared_folder()
     if distributed.get_rank() == 0:
-        single.make_model("qwen3_moe", settings).save_pretrained(Path(folders[0]) / "base")
+        single.make_model("qwen3_moe", settings).save_pretrained(folder / "base")
     distributed.barrier()
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("efsdp", "ep"))
     options = Namespace(lora=lora, implementation=implementation_of(device))
     function = example.fine_tune if lora is None else example.fine_tune_adapters
     with mock.patch.object(example, "say", said.append), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function(small_text(device), settings, mesh, Path(folders[0]), options)
+        function(small_text(device), settings, mesh, folder, options)
     found = [re.fullmatch(r"(\w+): held out ([\d.]+) nats per byte", line) for line in said]
     return {match[1]: float(match[2]) for match in found if match}
 

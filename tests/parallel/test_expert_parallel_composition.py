@@ -27,6 +27,7 @@ from .expert_parallel_cases import (
     OVERLAPPED,
     Model,
     assert_close,
+    assert_gradients,
     data,
     draw,
     expert_mesh,
@@ -35,6 +36,7 @@ from .expert_parallel_cases import (
     layer_options,
     make_layer,
     own_data,
+    shard_by_fsdp,
     shard_experts,
     sharded,
     summed,
@@ -51,11 +53,6 @@ def one_process(device):
     return one
 
 
-def assert_gradients(many, one):
-    for a, b in zip(many.parameters(), one.parameters(), strict=True):
-        assert_close(full(a.grad), b.grad)
-
-
 def hybrid_sharding(device):
     """Experts and all other parameters are replicated over one dimension and sharded over another."""
     one = one_process(device)
@@ -64,10 +61,7 @@ def hybrid_sharding(device):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
         model = Model(device)
         parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
-        for layer in model.layers:
-            fully_shard(layer["moe"].experts, mesh=mesh["replicate", "efsdp"])
-            fully_shard(layer["moe"], mesh=dense)
-        fully_shard(model, mesh=dense)
+        shard_by_fsdp(model, mesh["replicate", "efsdp"], dense)
         x, target = own_data(device, 0)
         (model(x) - target).square().mean().backward()
         assert_gradients(model, one)

@@ -13,7 +13,6 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing import get_context
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +41,7 @@ from .expert_parallel_cases import (
     OVERLAPPED,
     STYLES,
     CollectiveCounter,
+    assert_all_close,
     assert_close,
     draw,
     expert_mesh,
@@ -49,9 +49,10 @@ from .expert_parallel_cases import (
     layer_options,
     lengths_of,
     make_layer,
+    mesh_of_all_ranks,
     own,
     shard_experts,
-    summed,
+    summed_gradients,
 )
 
 
@@ -122,7 +123,6 @@ def nothing_reads_what_is_under_way(device):
 
 def processes_without_tokens(device):
     """They take part in forward, backward, FSDP2 and clipping; their gradients, if any, are zero."""
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
         for name in lengths_for(style):
@@ -136,12 +136,11 @@ def processes_without_tokens(device):
             y = many(own(x, lengths))
             assert y.requires_grad
             y.square().sum().backward()
-            for a, b in zip(many.parameters(), one.parameters(), strict=True):
-                assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+            assert_all_close(summed_gradients(many), [parameter.grad for parameter in one.parameters()])
             if not lengths[distributed.get_rank()]:
                 assert not many.router.weight.grad.any()
             fully_shard(replicated.experts, mesh=mesh["efsdp"])
-            fully_shard(replicated, mesh=everywhere)
+            fully_shard(replicated, mesh=mesh_of_all_ranks(device))
             replicated(own(x, lengths)).square().sum().backward()
             assert clip_grad_norm_(replicated.parameters(), 1.0).isfinite()
 
@@ -278,8 +277,7 @@ def padded_all_gather(device):
         assert_close(out, own(expected, lengths))
         for y in (expected, out):
             y.square().sum().backward()
-        for a, b in zip(many.parameters(), one.parameters(), strict=True):
-            assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+        assert_all_close(summed_gradients(many), [parameter.grad for parameter in one.parameters()])
     with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"experts of a model: .* same gradients, got"):
         many(draw(device, 2 + rank).requires_grad_(bool(rank)))
     assert len(sent.names) == 1

@@ -5,11 +5,9 @@ import copy
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from moe_layers import LoRA, clip_grad_norm_
+from moe_layers import LoRA
 
 from ..processes import make_test
 from .expert_parallel_cases import (
@@ -18,11 +16,14 @@ from .expert_parallel_cases import (
     assert_close_numbers,
     data,
     draw,
+    draw_adapters,
     expert_mesh,
     full,
     own_data,
+    shard_by_fsdp,
     shard_experts,
     summed,
+    train_step,
 )
 
 SETTINGS = [LoRA(3, 6), LoRA(3, 6, shared_outer=True)]
@@ -33,15 +34,8 @@ def adapted(device, settings=SETTINGS[0]):
     model = Model(device)
     for layer in model.layers:
         layer["moe"].add_lora(settings)
-    with_effect(model)
+    draw_adapters(model)
     return model
-
-
-def with_effect(model):
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name.endswith("_b"):
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def adapted_after_sharding(device, mesh, dispatcher, settings):
@@ -57,18 +51,8 @@ def adapted_after_sharding(device, mesh, dispatcher, settings):
     return model
 
 
-def train_step(model, optimizer, x, target):
-    optimizer.zero_grad()
-    (model(x) - target).square().mean().backward()
-    norm = clip_grad_norm_(model.parameters(), 0.05)
-    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    optimizer.step()
-    return norm, gradients
-
-
 def steps_equal_one_process(device):
     """Two steps with experts over all ranks or under FSDP2 alone, with adapters added before or after sharding."""
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for experts_over, dispatcher, before, settings in (
         (1, "alltoall", True, SETTINGS[1]),
         (None, "alltoall", True, SETTINGS[0]),
@@ -83,10 +67,7 @@ def steps_equal_one_process(device):
                 shard_experts(layer["moe"], mesh, dispatcher)
         else:
             many = adapted_after_sharding(device, mesh, dispatcher, settings)
-        for layer in many.layers:
-            fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
-            fully_shard(layer["moe"], mesh=everywhere)
-        fully_shard(many, mesh=everywhere)
+        shard_by_fsdp(many, mesh["efsdp"])
         optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=0.01) for m in (one, many)]
         for step in range(2):
             norm, expected = train_step(one, optimizers[0], *data(device, step))

@@ -21,8 +21,10 @@ from .expert_parallel_cases import (
     KERNELS,
     OVERLAPPED,
     CollectiveCounter,
+    assert_all_close,
     assert_close,
     draw,
+    draw_adapters,
     expert_mesh,
     full,
     lengths_of,
@@ -101,9 +103,7 @@ def adapters_equal_one_process(device):
     for layer in (one, many):
         torch.manual_seed(4)
         layer.add_lora(LoRA(3, 6))
-        for name, parameter in layer.requires_grad_(True).named_parameters():
-            if name.endswith("_b"):
-                nn.init.normal_(parameter, std=0.3)
+        draw_adapters(layer.requires_grad_(True))
     compare_layers("adapters", one, many, OVERLAPPED, device)
 
 
@@ -143,9 +143,7 @@ def the_first_chunk_is_the_smallest(device):
 
 def compare_dispatchers_that_gather(device, x, style, **options):
     layer, other = (make_overlapped(device, style | {"dispatcher": kind}, **options) for kind in GATHERING)
-    expected = gradients_of(other, x, other.parameters())
-    for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
-        assert_close(a, b)
+    assert_all_close(*(gradients_of(each, x, each.parameters()) for each in (layer, other)))
 
 
 def layers_in_sequence(device):
@@ -234,8 +232,7 @@ def a_recomputed_choice_has_its_own_gradient(device):
         y = checkpoint(layer, x, use_reentrant=False, determinism_check="none")
         layer.router.weight.data.neg_()
         results.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
-    for a, b in zip(*results, strict=True):
-        assert_close(full(a), full(b))
+    assert_all_close(*results)
 
 
 def weights_that_a_hook_changes(device):
@@ -246,8 +243,7 @@ def weights_that_a_hook_changes(device):
             lambda _, inputs: (inputs[0]._replace(topk_weights=3 * inputs[0].topk_weights),)
         )
         results.append(gradients_of(layer, x, layer.parameters()))
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b)
+    assert_all_close(*results)
 
 
 def half_precision(device):
