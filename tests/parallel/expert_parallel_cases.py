@@ -81,6 +81,11 @@ def shard_experts(layer, mesh, dispatcher="auto", **options):
     return parallelize_module(layer, mesh["ep"], ExpertParallel(dispatcher, **options))
 
 
+def sharded_layer(device, style, **options):
+    """Return a layer whose experts all ranks share, with the options that the style needs."""
+    return shard_experts(make_layer(device, **layer_options(style), **options), expert_mesh(device), **style)
+
+
 def lengths_of(name):
     return LENGTHS[name][: distributed.get_world_size()]
 
