@@ -4,11 +4,9 @@ from functools import partial
 
 import pytest
 import torch
-from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import BalanceLosses
-from moe_layers.experts.shared import SharedExpert
 
 from ..tiers import default_tier
 from . import assignment_cases
@@ -91,16 +89,3 @@ def test_state_dict_has_plain_names():
     latent = names("latent")
     assert latent["w_latent_in"] == [12, 32] and latent["w_latent_out"] == [32, 12]
     assert latent["experts.w_up"] == [6, 24, 12] and latent["shared_expert.w_up"] == [20, 32]
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("gate", [False, True])
-def test_shared_expert_alone(gate, implementation, device):
-    shared = SharedExpert(8, 6, activation="reglu", gate=gate, implementation=implementation, device=device)
-    shared.reset_parameters(0.5)
-    tokens = torch.randn(5, 8, device=device)
-    left, up = (tokens @ shared.w_up.T).chunk(2, dim=1)
-    expected = (functional.relu(left) * up) @ shared.w_down.T
-    if gate:
-        expected = expected * torch.sigmoid(tokens @ shared.w_gate.T)
-    torch.testing.assert_close(shared(tokens), expected)
