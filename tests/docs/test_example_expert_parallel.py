@@ -15,17 +15,7 @@ from . import examples
 language_model = examples.language_model
 single, example = import_module("train_language_model"), import_module("train_expert_parallel")
 
-TINY = dataclasses.replace(
-    single.PRESETS["cpu"],
-    width=32,
-    num_layers=2,
-    d_ff=32,
-    context=32,
-    batch=4,
-    steps=4,
-    held_out_windows=8,
-    log_every=2,
-)
+TINY = dataclasses.replace(single.PRESETS["cpu"], **examples.SIZES, num_layers=2, d_ff=32, steps=4, held_out_windows=8)
 
 
 def losses_equal_one_process(device):
