@@ -258,32 +258,28 @@ def copies_share_the_processes(device):
 
 
 def errors_come_before_the_first_collective(device):
-    with CollectiveCounter() as sent:
-        errors_of_applying(device)
-    assert sent.names == []
-
-
-def errors_of_applying(device):
     mesh = expert_mesh(device)
-    with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
-        parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
-    with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 ranks, got 7"):
-        shard_experts(make_layer(device, num_experts=7), mesh)
-    with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
-        ExpertParallel()._apply(make_layer(device), mesh)
-    with pytest.raises(ValueError, match="the module must be a MoEFeedForward, got Linear"):
-        parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
-    layer = shard_experts(make_layer(device), mesh)
-    with pytest.raises(ValueError, match="experts must be plain parameters, got DTensors"):
-        shard_experts(layer, mesh)
-    with pytest.raises(ValueError, match=r"keep_local_experts: .* all still here"):
-        layer.keep_local_experts(range(0, 2))
-    strangers = make_layer(device)
-    strangers.keep_local_experts(range(1, 5))
-    with pytest.raises(ValueError, match=r"must hold all experts or those of this rank, .* got range\(1, 5\)"):
-        shard_experts(strangers, mesh)
-    with pytest.raises(NotImplementedError, match="saved_bytes"):
-        layer.saved_bytes(5)
+    with CollectiveCounter() as sent:
+        with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
+            parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
+        with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 ranks, got 7"):
+            shard_experts(make_layer(device, num_experts=7), mesh)
+        with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
+            ExpertParallel()._apply(make_layer(device), mesh)
+        with pytest.raises(ValueError, match="the module must be a MoEFeedForward, got Linear"):
+            parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
+        layer = shard_experts(make_layer(device), mesh)
+        with pytest.raises(ValueError, match="experts must be plain parameters, got DTensors"):
+            shard_experts(layer, mesh)
+        with pytest.raises(ValueError, match=r"keep_local_experts: .* all still here"):
+            layer.keep_local_experts(range(0, 2))
+        strangers = make_layer(device)
+        strangers.keep_local_experts(range(1, 5))
+        with pytest.raises(ValueError, match=r"must hold all experts or those of this rank, .* got range\(1, 5\)"):
+            shard_experts(strangers, mesh)
+        with pytest.raises(NotImplementedError, match="saved_bytes"):
+            layer.saved_bytes(5)
+    assert sent.names == []
 
 
 def parameters_keep_their_attributes(device):
