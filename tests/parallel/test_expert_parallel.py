@@ -328,26 +328,6 @@ def wrong_numbers_of_tokens(device):
         assert sent.names == [collective], (dispatcher, factor)
 
 
-CASES = [
-    alltoall_is_bitwise_equal,
-    skewed_routing,
-    allgather_equals_one_process,
-    bounded_rows,
-    chunks_equal_the_whole,
-    reserved_sms_reach_the_kernels,
-    empty_experts_have_zero_gradients,
-    layers_equal_one_process,
-    each_process_keeps_its_experts_only,
-    all_ranks_start_equal,
-    frozen_experts_stay_frozen,
-    parameters_keep_their_attributes,
-    auto_chooses_by_traffic,
-    copies_share_the_processes,
-    errors_come_before_the_first_collective,
-    wrong_numbers_of_tokens,
-    wrong_sizes_of_tokens,
-]
-SLOW = [kernels_write_all_that_is_read]  # in the interpreter
 EIGHT = [
     alltoall_is_bitwise_equal,
     skewed_routing,
@@ -358,8 +338,21 @@ EIGHT = [
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
 ]
+TWO = [
+    *EIGHT,
+    reserved_sms_reach_the_kernels,
+    all_ranks_start_equal,
+    frozen_experts_stay_frozen,
+    parameters_keep_their_attributes,
+    auto_chooses_by_traffic,
+    copies_share_the_processes,
+    errors_come_before_the_first_collective,
+    wrong_numbers_of_tokens,
+    wrong_sizes_of_tokens,
+]
+SLOW = [kernels_write_all_that_is_read]  # in the interpreter
 
-test_two_processes = make_test(CASES, 2)
+test_two_processes = make_test(TWO, 2)
 test_two_processes_with_kernels = slow(make_test(SLOW, 2))
 test_eight_processes = eight_gpus(make_test(EIGHT, 8))
 
