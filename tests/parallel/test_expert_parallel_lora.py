@@ -85,30 +85,26 @@ def steps_equal_one_process(device):
 def merging_equals_one_process(device):
     """Gradients without FSDP2, merging, and undoing it on sharded experts."""
     for settings in SETTINGS:
-        _merging_equals_one_process(device, settings)
-
-
-def _merging_equals_one_process(device, settings):
-    mesh = expert_mesh(device)
-    one = adapted(device, settings).layers[0]["moe"]
-    many = shard_experts(copy.deepcopy(one), mesh)
-    base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
-    x = draw(device, 12)  # equal on all ranks, so that the mean over them is one rank's gradient
-    for module in (one, many):
-        module(x).square().sum().backward()
-    for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
-        if expected.grad is not None:
-            assert_close_numbers(full(parameter.grad), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-    x = draw(device, 12, seed=distributed.get_rank())
-    for module in (one, many):
-        module.merge_lora(keep_base=True)
-    merged = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
-    assert torch.equal(merged[0], one.experts.w_up) and torch.equal(merged[1], one.experts.w_down)
-    assert_close(many(x), one(x))
-    many.unmerge_lora()
-    assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
-    one.unmerge_lora()
-    assert_close_numbers(many(x), one(x), rtol=1e-5, atol=1e-6)
+        mesh = expert_mesh(device)
+        one = adapted(device, settings).layers[0]["moe"]
+        many = shard_experts(copy.deepcopy(one), mesh)
+        base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+        x = draw(device, 12)  # equal on all ranks, so that the mean over them is one rank's gradient
+        for module in (one, many):
+            module(x).square().sum().backward()
+        for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
+            if expected.grad is not None:
+                assert_close_numbers(full(parameter.grad), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+        x = draw(device, 12, seed=distributed.get_rank())
+        for module in (one, many):
+            module.merge_lora(keep_base=True)
+        merged = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+        assert torch.equal(merged[0], one.experts.w_up) and torch.equal(merged[1], one.experts.w_down)
+        assert_close(many(x), one(x))
+        many.unmerge_lora()
+        assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
+        one.unmerge_lora()
+        assert_close_numbers(many(x), one(x), rtol=1e-5, atol=1e-6)
 
 
 def shared_factors_are_equal(device):

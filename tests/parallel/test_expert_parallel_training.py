@@ -255,18 +255,16 @@ def layers_of_published_models(device):
                 MoEFeedForward.from_checkpoint(directory, **wrong)
 
 
+FOUR = [two_steps_equal_one_process, distributed_checkpoints]
 TWO = [
-    two_steps_equal_one_process,
+    *FOUR,
     outputs_may_change_in_place,
     mixed_precision,
     clipping_by_other_norms,
     clipping_of_mixed_dtypes,
-    distributed_checkpoints,
     statistics_of_all_processes,
     layers_of_published_models,
 ]
-FOUR = [two_steps_equal_one_process, distributed_checkpoints]
-
 
 test_two_processes = make_test(TWO, 2)
 test_four_processes = slow(make_test(FOUR, 4))
