@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -82,6 +83,13 @@ def make_test(cases: list[Callable], num_processes: int) -> Callable:
         assert not failures[case.__name__], failures[case.__name__]
 
     return test
+
+
+def shared_folder() -> Path:
+    """Return a new folder, the same one on every rank."""
+    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    distributed.broadcast_object_list(folder)
+    return Path(folder[0])
 
 
 def run_python(

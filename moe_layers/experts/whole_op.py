@@ -25,7 +25,7 @@ from ..routing.router import TopKRouter
 from ..routing.slots import differences
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
-from .lora.adapters import uses_dropout
+from .lora.adapters import active_adapters, any_dropout
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = tuple("_global" + name for name in _HOOKS)
@@ -59,7 +59,7 @@ def runs_as_one_op(
         and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
         and is_called_as_written(router)
         and is_called_as_written(experts)
-        and (lora is None or not uses_dropout(lora))  # pyright: ignore[reportArgumentType]  # a ModuleDict
+        and (lora is None or not any_dropout(active_adapters(lora, None)))
         and runs_kernels(experts.implementation, _as_computed(tokens) if any_autocast_is_enabled() else tokens)
     )
 

@@ -47,7 +47,8 @@ def clip_grad_norm_(
     parameters = [parameter for parameter in parameters if parameter.grad is not None]
     by_sharding: dict[Sharding, list[Tensor]] = {}
     for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        by_sharding.setdefault(_sharding(gradient), []).append(_local(gradient))
+        held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        by_sharding.setdefault(_sharding(gradient), []).append(held)
     if not by_sharding:
         return torch.tensor(0.0)
     norms = [_norm(shards, sharding, norm_type, foreach) for sharding, shards in by_sharding.items()]
@@ -68,10 +69,6 @@ def _sharding(gradient: Tensor) -> Sharding:
         raise ValueError(f"clip_grad_norm_: gradients must be whole sums, got {gradient.placements}")
     sharded = (dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate())
     return gradient.device_mesh, tuple(sharded)
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar

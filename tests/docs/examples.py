@@ -1,4 +1,4 @@
-"""The examples as modules, and a text small enough for seconds."""
+"""The examples as modules, and sizes and a text small enough for seconds."""
 
 import argparse
 import sys
@@ -13,6 +13,7 @@ from ..processes import ROOT
 # As in a script run: the examples import modules from their own folder.
 sys.path.insert(0, str(ROOT / "examples"))
 language_model = import_module("_language_model")
+SIZES = {"width": 32, "num_heads": 2, "context": 32, "batch": 4, "warmup_steps": 2, "log_every": 2}
 
 
 def small_text(device):

@@ -2,32 +2,20 @@
 
 import dataclasses
 import json
-import tempfile
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from ..processes import ROOT, make_test, run_torchrun
+from ..processes import ROOT, make_test, run_torchrun, shared_folder
 from ..tiers import slow
 from . import examples
 
 language_model = examples.language_model
 single, example = import_module("train_language_model"), import_module("train_expert_parallel")
 
-TINY = dataclasses.replace(
-    single.PRESETS["cpu"],
-    width=32,
-    num_layers=2,
-    d_ff=32,
-    context=32,
-    batch=4,
-    steps=4,
-    held_out_windows=8,
-    log_every=2,
-)
+TINY = dataclasses.replace(single.PRESETS["cpu"], **examples.SIZES, num_layers=2, d_ff=32, steps=4, held_out_windows=8)
 
 
 def losses_equal_one_process(device):
@@ -38,16 +26,15 @@ def losses_equal_one_process(device):
         single.train_step(one)
     expected = torch.tensor([*one.history.training_loss.tolist(), single.evaluate(one)])
     num_processes = distributed.get_world_size()
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
+    folder = shared_folder()
     for dispatcher in ("alltoall", "allgather"):
         options = {"dispatcher": dispatcher, "implementation": implementation}
         first = example.start_run(TINY, text, num_processes, **options)
         example.train(first, stop_after=2)
-        example.save_checkpoint(first, Path(folder[0]) / dispatcher)
+        example.save_checkpoint(first, folder / dispatcher)
         second = example.start_run(dataclasses.replace(TINY, seed=1), text, 1, **options)
         second.settings = TINY
-        example.load_checkpoint(second, Path(folder[0]) / dispatcher)
+        example.load_checkpoint(second, folder / dispatcher)
         assert second.losses == pytest.approx(first.losses)
         for run in (first, second):
             example.train(run)

@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 
 from ..tiers import slow
-from .examples import language_model, small_text
+from .examples import SIZES, language_model, small_text
 
 pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
 pytest.importorskip("peft", minversion="0.19", reason="peft 0.19 or later is not installed")
@@ -17,20 +17,8 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 example = import_module("fine_tune_lora")
 
-TINY = dataclasses.replace(
-    example.PRESETS["cpu"],
-    width=32,
-    num_heads=2,
-    d_ff=16,
-    num_experts=4,
-    context=32,
-    batch=4,
-    steps=24,
-    warmup_steps=2,
-    log_every=8,
-    held_out_windows=8,
-    peak_learning_rate=2e-2,
-)
+CHANGES = {"d_ff": 16, "num_experts": 4, "steps": 24, "held_out_windows": 8, "peak_learning_rate": 2e-2}
+TINY = dataclasses.replace(example.PRESETS["cpu"], **SIZES, **CHANGES)
 
 
 def test_documentation_is_split_by_page():

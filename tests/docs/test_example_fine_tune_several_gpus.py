@@ -5,17 +5,15 @@ import warnings
 from argparse import Namespace
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
-from tempfile import mkdtemp
 from unittest import mock
 
 import pytest
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..processes import make_test
+from ..processes import make_test, shared_folder
 from ..tiers import slow
-from .examples import implementation_of, small_text
+from .examples import SIZES, implementation_of, small_text
 
 pytest.importorskip("transformers", minversion="5.23", reason="transformers 5.23 or later is not installed")
 pytest.importorskip("peft", minversion="0.19", reason="peft 0.19 or later is not installed")
@@ -26,20 +24,18 @@ def losses(device, lora, mesh_shape=(1, 2)):
     """Run the example and return its printed losses of held-out windows."""
     example, single = import_module("fine_tune_several_gpus"), import_module("fine_tune_hugging_face")
     example.transformers.logging.disable_progress_bar()
-    sizes = {"width": 32, "num_heads": 2, "d_ff": 16, "num_experts": 4, "context": 32, "batch": 4, "steps": 6}
-    sizes |= {"log_every": 3, "held_out_windows": 8, "peak_learning_rate": 1e-2, "warmup_steps": 2}
-    settings, said = replace(single.PRESETS["cpu"], **sizes), []
-    folders = [mkdtemp()]
-    distributed.broadcast_object_list(folders)
+    changes = {"d_ff": 16, "num_experts": 4, "steps": 6, "held_out_windows": 8, "peak_learning_rate": 1e-2}
+    settings, said = replace(single.PRESETS["cpu"], **SIZES, **changes), []
+    folder = shared_folder()
     if distributed.get_rank() == 0:
-        single.make_model("qwen3_moe", settings).save_pretrained(Path(folders[0]) / "base")
+        single.make_model("qwen3_moe", settings).save_pretrained(folder / "base")
     distributed.barrier()
     mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("efsdp", "ep"))
     options = Namespace(lora=lora, implementation=implementation_of(device))
     function = example.fine_tune if lora is None else example.fine_tune_adapters
     with mock.patch.object(example, "say", said.append), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        function(small_text(device), settings, mesh, Path(folders[0]), options)
+        function(small_text(device), settings, mesh, folder, options)
     found = [re.fullmatch(r"(\w+): held out ([\d.]+) nats per byte", line) for line in said]
     return {match[1]: float(match[2]) for match in found if match}
 

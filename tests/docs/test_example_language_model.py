@@ -16,22 +16,8 @@ from . import examples
 
 language_model, example = examples.language_model, import_module("train_language_model")
 
-TINY = language_model.Settings(
-    width=32,
-    num_layers=2,
-    num_heads=2,
-    d_ff=32,
-    num_experts=4,
-    top_k=2,
-    context=32,
-    batch=4,
-    steps=8,
-    peak_learning_rate=1e-2,
-    warmup_steps=2,
-    log_every=2,
-    evaluate_every=3,
-    held_out_windows=6,
-)
+CHANGES = {"num_layers": 2, "d_ff": 32, "num_experts": 4, "steps": 8, "peak_learning_rate": 1e-2}
+TINY = dataclasses.replace(example.PRESETS["cpu"], **examples.SIZES, **CHANGES, evaluate_every=3, held_out_windows=6)
 
 
 @pytest.fixture

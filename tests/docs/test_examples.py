@@ -13,10 +13,9 @@ from moe_kernels import RouterSpec
 from moe_kernels.testing import check_accuracy
 
 from ..processes import ROOT, run_python
-from .examples import implementation_of, small_text
+from .examples import SIZES, implementation_of, small_text
 
 GOLDEN = ROOT / "tests" / "golden"
-SIZES = {"width": 32, "num_heads": 2, "context": 32, "batch": 4, "warmup_steps": 2, "log_every": 2}
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("[!_]*.py")), ids=lambda path: path.stem)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moe_kernels import RouterSpec
 from moe_layers import BalanceLosses, save_routing
 
-from ..layers import moe_layer
+from ..layers import make_x, moe_layer
 from ..tiers import default_tier
 
 saving = partial(checkpoint, use_reentrant=False, context_fn=save_routing)
@@ -24,10 +24,6 @@ def make_layer(device, implementation, **options):
     torch.manual_seed(0)
     options = {"init_std": 0.3, "implementation": implementation, **options}
     return moe_layer(16, 8, 6, 2, device=device, **options)
-
-
-def make_x(device, seed=1):
-    return torch.randn((3, 4, 16), device=device, generator=torch.Generator(device).manual_seed(seed))
 
 
 def choices_of(layer):
@@ -47,7 +43,7 @@ def disturb(layer):
 def test_recomputation_reuses_the_choice(name, implementation, device):
     """With two micro-batches in flight, the logits change strongly between forward and backward."""
     layer = make_layer(device, implementation, router=ROUTERS[name])
-    batches = [make_x(device, seed).requires_grad_() for seed in range(2)]
+    batches = [make_x(device, seed=seed).requires_grad_() for seed in range(2)]
     chosen = choices_of(layer)
     outputs = [saving(lambda x: layer(x).sin(), x) for x in batches]
     first, second = chosen
@@ -70,7 +66,7 @@ def test_saving_changes_nothing(implementation, device):
     def run(region):
         layer.zero_grad()
         layer.router.expert_counts.zero_()
-        batches = [make_x(device, seed).requires_grad_() for seed in range(2)]
+        batches = [make_x(device, seed=seed).requires_grad_() for seed in range(2)]
         outputs = [region(lambda x: layer(x).sin(), x) for x in batches]
         for output in outputs:
             output.sum().backward()

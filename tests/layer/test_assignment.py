@@ -26,8 +26,7 @@ from moe_layers import (
 from moe_layers.routing.custom_assignment import slots_of_pairs
 
 from ..tiers import default_tier
-from .assignment_cases import SIZES, check_equals_dense, count_rows, make_layer, make_x
-from .test_layer_options import dense
+from .assignment_cases import SIZES, check_equals_dense, count_rows, dense, make_layer, make_x
 
 
 def above_mean(logits):

@@ -1,7 +1,6 @@
 """Layers with `precision="fp8"`: settings, kept forms of the weights, and every way in which weights change."""
 
 import copy
-import io
 from functools import partial
 
 import pytest
@@ -15,7 +14,7 @@ from moe_layers.experts import kept_fp8
 from moe_layers.experts.quantization import quantize_experts_
 
 from ..gpu import assert_never_waits, captured
-from ..layers import moe_layer
+from ..layers import moe_layer, pickled
 from ..tiers import default_tier
 
 SIZES = (48, 16, 3, 2)
@@ -216,10 +215,7 @@ def test_a_pending_backward_keeps_its_forms(device):
 def test_copies_and_state_hold_no_forms(device):
     layer, x = make_layer(device), make_x(device)
     expected = step(layer, x)
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    for other in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+    for other in (copy.deepcopy(layer), pickled(layer)):
         assert not other.experts.kept_forms._kept
         assert_same(step(other, x), expected)
     assert layer.state_dict().keys() == make_layer(device, precision=None).state_dict().keys()

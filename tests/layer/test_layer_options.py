@@ -1,15 +1,16 @@
 """Layer options beyond Mixtral: plain experts, gates, zero experts, latent projections, capacity."""
 
+from functools import partial
+
 import pytest
 import torch
-from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec
 from moe_layers import BalanceLosses
-from moe_layers.experts.shared import SharedExpert
 
-from ..layers import moe_layer
 from ..tiers import default_tier
+from . import assignment_cases
+from .assignment_cases import check_equals_dense
 
 OPTIONS = {
     "gated": {"shared_d_ff": 20, "router": RouterSpec.softmax(normalize=False)},
@@ -24,80 +25,16 @@ OPTIONS = {
 }
 
 
-def make_layer(name, device, dtype=torch.float32, **options):
-    torch.manual_seed(0)
-    layer = moe_layer(32, 24, 6, 2, init_std=0.3, device=device, dtype=dtype, **OPTIONS[name], **options)
-    for bias in (layer.experts.b_up, layer.experts.b_down, layer.router.selection_bias):
-        if bias is not None:
-            torch.nn.init.normal_(bias, std=0.3)
-    return layer
+make_x = partial(assignment_cases.make_x, dtype=torch.float32)
 
 
-def make_x(device, shape=(3, 7, 32)):
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
-
-
-def activate(activation, h):
-    if activation.name == "gpt_oss":
-        gate, up = h.chunk(2)
-        gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-        return (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
-    if activation.name == "relu_squared":
-        return functional.relu(h) ** 2
-    gate, up = h.chunk(2)
-    return {"swiglu": functional.silu, "geglu": functional.gelu}[activation.name](gate) * up
-
-
-def dense(layer, x, routing):
-    """Compute the layer from its choice of experts, with loops over tokens and dense linear maps."""
-    out = []
-    for t, token in enumerate(x.reshape(-1, x.shape[-1])):
-        inner = token if layer.w_latent_in is None else layer.w_latent_in @ token
-        total = torch.zeros_like(inner)
-        for weight, e in zip(routing.topk_weights[t], routing.topk_experts[t].tolist(), strict=True):
-            if e >= layer.experts.num_experts:
-                total = total + weight * inner
-            elif e >= 0:
-                experts = layer.experts
-                h = experts.w_up[e] @ (weight * inner if experts.weight_on_input else inner)
-                h = h if experts.b_up is None else h + experts.b_up[e]
-                y = experts.w_down[e] @ activate(experts.activation, h)
-                y = y if experts.b_down is None else y + experts.b_down[e]
-                total = total + (y if experts.weight_on_input else weight * y)
-        total = total if layer.w_latent_out is None else layer.w_latent_out @ total
-        if layer.shared_expert is not None:
-            shared = layer.shared_expert
-            y = shared.w_down @ activate(shared.activation, shared.w_up @ token)
-            total = total + (y if shared.w_gate is None else y * torch.sigmoid(shared.w_gate @ token))
-        out.append(total)
-    return torch.stack(out).view(x.shape)
+def make_layer(name, device, **options):
+    return assignment_cases.make_layer(device, dtype=torch.float32, **OPTIONS[name], **options)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_equals_the_dense_formula(name, device):
-    """Float64 agrees to its precision; float32 to the precision that rounded logits allow."""
-
-    def run(dtype, implementation, by_formula=False):
-        layer = make_layer(name, device, implementation=implementation).to(dtype)
-        x = make_x(device).to(dtype).requires_grad_()
-        y, routing = layer(x, return_routing=True)
-        y = dense(layer, x, routing) if by_formula else y
-        names, parameters = zip(*layer.named_parameters(), strict=True)
-        dy = torch.randn(y.shape, device=device, generator=torch.Generator(device).manual_seed(2)).to(dtype)
-        gradients = torch.autograd.grad(y, [x, *parameters], dy)
-        return routing.topk_experts, dict(zip(("y", "x", *names), (y.detach(), *gradients), strict=True))
-
-    exact_experts, exact = run(torch.float64, "reference", by_formula=True)
-    for dtype, implementation, tolerance in (
-        (torch.float64, "reference", 1e-12),
-        (torch.float32, "reference", 1e-5),
-        (torch.float32, "triton", 1e-5),
-    ):
-        experts, actual = run(dtype, implementation)
-        assert torch.equal(experts, exact_experts)
-        for key, value in exact.items():
-            error = (actual[key].double() - value).abs().max()
-            assert value.abs().max() > 0 and error <= tolerance * value.abs().max(), (implementation, dtype, key)
+    check_equals_dense(device, **OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", default_tier(OPTIONS, {"plain", "capacity"}))
@@ -152,16 +89,3 @@ def test_state_dict_has_plain_names():
     latent = names("latent")
     assert latent["w_latent_in"] == [12, 32] and latent["w_latent_out"] == [32, 12]
     assert latent["experts.w_up"] == [6, 24, 12] and latent["shared_expert.w_up"] == [20, 32]
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-@pytest.mark.parametrize("gate", [False, True])
-def test_shared_expert_alone(gate, implementation, device):
-    shared = SharedExpert(8, 6, activation="reglu", gate=gate, implementation=implementation, device=device)
-    shared.reset_parameters(0.5)
-    tokens = torch.randn(5, 8, device=device)
-    left, up = (tokens @ shared.w_up.T).chunk(2, dim=1)
-    expected = (functional.relu(left) * up) @ shared.w_down.T
-    if gate:
-        expected = expected * torch.sigmoid(tokens @ shared.w_gate.T)
-    torch.testing.assert_close(shared(tokens), expected)

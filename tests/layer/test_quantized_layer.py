@@ -1,7 +1,6 @@
 """Layers whose expert weights stay quantised: bits, state, conversions, adapters, merging, bad input."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from moe_layers.experts.quantization import dequantize_experts_, quantize_expert
 from moe_layers.experts.stored import QuantizedExperts
 
 from ..dtypes import DTYPES
-from ..layers import moe_layer
+from ..layers import moe_layer, pickled
 from .test_fp8_layer import step
+from .test_lora import with_effect
 from .test_saved_bytes import seen_bytes
 
 SMALL_BLOCKS = WeightFormat("fp8", (16, 32))
@@ -36,10 +36,7 @@ def make_layer(device, format=None, implementation="reference", dtype=torch.floa
 
 def with_adapter(layer, std=0.3, targets=("up", "down")):
     layer.add_lora(LoRA(3, 6, targets=targets))
-    for i, factor in enumerate(layer.experts.lora.parameters()):
-        torch.manual_seed(i)
-        nn.init.normal_(factor, std=std)
-    return layer
+    return with_effect(layer, std)
 
 
 def dequantized(layer):
@@ -107,17 +104,11 @@ def test_bits_of_another_dtype_are_an_error(assign, device):
 @pytest.mark.parametrize("format", FORMATS_HERE)
 def test_conversions_keep_the_stored_bits(format, device):
     layer = make_layer(device, format)
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    unpickled = torch.load(buffer, weights_only=False)
-    for other in (copy.deepcopy(layer).bfloat16(), copy.deepcopy(layer).double(), unpickled):
-        for (name, a), b in zip(
-            other.experts.w_up.state_dict().items(), layer.experts.w_up.state_dict().values(), strict=True
-        ):
-            assert a.dtype == b.dtype and torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8)), (
-                name
-            )
+    stored = layer.experts.w_up.state_dict()
+    for other in (copy.deepcopy(layer).bfloat16(), copy.deepcopy(layer).double(), pickled(layer)):
+        for (name, a), b in zip(other.experts.w_up.state_dict().items(), stored.values(), strict=True):
+            assert a.dtype == b.dtype, name
+            assert torch.equal(*(bits.flatten().view(torch.uint8) for bits in (a, b))), name
     half = copy.deepcopy(layer).bfloat16()
     assert half.experts.w_up.dtype == torch.bfloat16 and half(make_x(device, torch.bfloat16)).dtype == torch.bfloat16
 

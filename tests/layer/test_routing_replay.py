@@ -18,7 +18,7 @@ from moe_layers import (
     save_routing,
 )
 
-from ..layers import moe_layer
+from ..layers import make_x, moe_layer
 from ..tiers import default_tier
 from ..unit.routing.test_router_presets import SPECS, draw
 
@@ -40,10 +40,6 @@ class Model(torch.nn.Module):
         for layer in self.layers:
             x = x + self.checkpoint(lambda x, layer=layer: layer(x).sin(), x)
         return x
-
-
-def make_x(device, shape=(3, 4, 16), seed=1, dtype=torch.float32):
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed)).to(dtype)
 
 
 def gradients(model):

@@ -12,7 +12,7 @@ from moe_layers import TopKRouter, observe, save_routing
 from moe_layers.balance.routing_statistics import RoutingObserver
 
 from ..gpu import assert_never_waits, waiting_is_an_error
-from ..layers import moe_layer
+from ..layers import make_x, moe_layer
 from ..ops import CountedOps
 from ..unit.routing.test_router_presets import SPECS
 from .balance_cases import count
@@ -28,10 +28,6 @@ def make_layer(device, **options):
     if layer.router.selection_bias is not None:
         torch.nn.init.normal_(layer.router.selection_bias, std=0.1)
     return layer
-
-
-def make_x(device, shape=(3, 4, 16), seed=1):
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
 
 
 def keys_of(layer, logits):

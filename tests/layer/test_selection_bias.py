@@ -5,9 +5,7 @@ import copy
 import pytest
 import torch
 
-from moe_layers import (
-    update_selection_bias,
-)
+from moe_layers import update_selection_bias
 
 from .test_balancing import ALL, BIASED, make_layer, make_x
 

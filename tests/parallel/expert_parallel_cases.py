@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from moe_layers import ExpertParallel
+from moe_layers import ExpertParallel, clip_grad_norm_
 
 from ..layers import moe_layer
 
@@ -81,6 +81,11 @@ def shard_experts(layer, mesh, dispatcher="auto", **options):
     return parallelize_module(layer, mesh["ep"], ExpertParallel(dispatcher, **options))
 
 
+def sharded_layer(device, style, **options):
+    """Return a layer whose experts all ranks share, with the options that the style needs."""
+    return shard_experts(make_layer(device, **layer_options(style), **options), expert_mesh(device), **style)
+
+
 def lengths_of(name):
     return LENGTHS[name][: distributed.get_world_size()]
 
@@ -116,6 +121,22 @@ def assert_close(actual, expected, msg=None):
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * max(scale, 1e-3), msg=msg)
 
 
+def assert_all_close(actual, expected):
+    """Compare tensors, which may be sharded, in turn."""
+    for a, b in zip(actual, expected, strict=True):
+        assert_close(full(a), full(b))
+
+
+def assert_gradients(many, one):
+    assert_all_close(*([parameter.grad for parameter in module.parameters()] for module in (many, one)))
+
+
+def summed_gradients(module):
+    """Return the gradients of a sharded layer, summed over the ranks where the dispatcher has not summed them."""
+    gradients = [parameter.grad for parameter in module.parameters()]
+    return [full(gradient) if isinstance(gradient, DTensor) else summed(gradient) for gradient in gradients]
+
+
 def assert_close_numbers(actual, expected, rtol, atol, msg=None):
     """Compare number by number. On GPUs, where kernels add in other orders, compare as `assert_close` does."""
     if actual.is_cuda:
@@ -143,12 +164,40 @@ class Model(nn.Module):
 def sharded(device, experts_over, style=None, **options):
     """Return the model with experts sharded over this many ranks, and FSDP2 over all."""
     model, mesh = Model(device, **options), expert_mesh(device, experts_over)
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel(**(style or {}))})
+    return shard_by_fsdp(model, mesh["efsdp"])
+
+
+def mesh_of_all_ranks(device):
+    return init_device_mesh(device.type, (distributed.get_world_size(),))
+
+
+def shard_by_fsdp(model, mesh_of_experts, mesh=None):
+    """Apply FSDP2 to the experts of each layer over one mesh, and to the rest over another, by default over all."""
+    mesh = mesh or mesh_of_all_ranks(model.project.weight.device)
     for layer in model.layers:
-        fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
-        fully_shard(layer["moe"], mesh=everywhere)
-    return fully_shard(model, mesh=everywhere)
+        fully_shard(layer["moe"].experts, mesh=mesh_of_experts)
+        fully_shard(layer["moe"], mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def draw_adapters(module):
+    """Give the factors `b` of adapters, which are zero at first, values that are equal on every rank."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in module.named_parameters():
+        if name.endswith("_b"):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def train_step(model, optimizer, x, target, clip=clip_grad_norm_):
+    """Return (norm of the gradients before clipping, gradients after clipping by name)."""
+    optimizer.zero_grad()
+    x, target = (tensor.to(model.project.weight.dtype) for tensor in (x, target))
+    (model(x) - target).square().mean().backward()
+    norm = clip(model.parameters(), max_norm=0.05)
+    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    optimizer.step()
+    return norm, gradients
 
 
 def data(device, step):

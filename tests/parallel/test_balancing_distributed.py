@@ -93,12 +93,10 @@ def bias_updates_equal_one_process(device):
     tokens = draw_tokens(device, 2)
     router = RouterSpec.deepseek_v3()
     layers = [torch.nn.ModuleList([make_layer(device, None, router=router) for _ in "ab"]) for _ in "ab"]
-    for layer in layers[0]:
-        layer.balance_losses = BalanceLosses()
-        layer(tokens[distributed.get_rank()])
-    for layer in layers[1]:
-        layer.balance_losses = BalanceLosses()
-        layer(tokens)
+    for pair, part in zip(layers, (tokens[distributed.get_rank()], tokens), strict=True):
+        for layer in pair:
+            layer.balance_losses = BalanceLosses()
+            layer(part)
     update_selection_bias(layers[0], rate=0.5, group=distributed.group.WORLD)
     counts = [layer.router.expert_counts for layer in layers[1]]
     for layer, counted in zip(layers[0], counts, strict=True):

@@ -16,7 +16,7 @@ from moe_layers.experts import grouped
 from moe_layers.experts.dispatcher import LocalDispatcher
 from moe_layers.routing.slots import Slots
 
-from ..processes import eight_gpus, gloo_group, make_test
+from ..processes import eight_gpus, gloo_group, make_test, on_cpu
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
@@ -33,6 +33,7 @@ from .expert_parallel_cases import (
     make_layer,
     own,
     shard_experts,
+    sharded_layer,
     styles,
     summed,
 )
@@ -143,7 +144,7 @@ def reserved_sms_reach_the_kernels(device):
 
 def empty_experts_have_zero_gradients(device):
     for style in styles():
-        layer = shard_experts(make_layer(device), expert_mesh(device), **style)
+        layer = sharded_layer(device, style)
         tokens, weights = draw(device, 6), draw(device, 6, width=TOP_K)
         run_dispatcher(layer, tokens, torch.full((6, TOP_K), NUM_EXPERTS - 1).int().to(device), weights, tokens)
         gradient = layer.experts.w_up.grad
@@ -257,32 +258,28 @@ def copies_share_the_processes(device):
 
 
 def errors_come_before_the_first_collective(device):
-    with CollectiveCounter() as sent:
-        errors_of_applying(device)
-    assert sent.names == []
-
-
-def errors_of_applying(device):
     mesh = expert_mesh(device)
-    with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
-        parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
-    with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 ranks, got 7"):
-        shard_experts(make_layer(device, num_experts=7), mesh)
-    with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
-        ExpertParallel()._apply(make_layer(device), mesh)
-    with pytest.raises(ValueError, match="the module must be a MoEFeedForward, got Linear"):
-        parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
-    layer = shard_experts(make_layer(device), mesh)
-    with pytest.raises(ValueError, match="experts must be plain parameters, got DTensors"):
-        shard_experts(layer, mesh)
-    with pytest.raises(ValueError, match=r"keep_local_experts: .* all still here"):
-        layer.keep_local_experts(range(0, 2))
-    strangers = make_layer(device)
-    strangers.keep_local_experts(range(1, 5))
-    with pytest.raises(ValueError, match=r"must hold all experts or those of this rank, .* got range\(1, 5\)"):
-        shard_experts(strangers, mesh)
-    with pytest.raises(NotImplementedError, match="saved_bytes"):
-        layer.saved_bytes(5)
+    with CollectiveCounter() as sent:
+        with pytest.raises(KeyError, match=r"tp.*efsdp.*ep"):
+            parallelize_module(make_layer(device), mesh["tp"], ExpertParallel())
+        with pytest.raises(ValueError, match="num_experts must be a multiple of the mesh's 2 ranks, got 7"):
+            shard_experts(make_layer(device, num_experts=7), mesh)
+        with pytest.raises(ValueError, match=r"must have one dimension, as mesh\[\"ep\"\] has, got .*efsdp.* \[1, 2\]"):
+            ExpertParallel()._apply(make_layer(device), mesh)
+        with pytest.raises(ValueError, match="the module must be a MoEFeedForward, got Linear"):
+            parallelize_module(torch.nn.Linear(2, 2), mesh["ep"], ExpertParallel())
+        layer = shard_experts(make_layer(device), mesh)
+        with pytest.raises(ValueError, match="experts must be plain parameters, got DTensors"):
+            shard_experts(layer, mesh)
+        with pytest.raises(ValueError, match=r"keep_local_experts: .* all still here"):
+            layer.keep_local_experts(range(0, 2))
+        strangers = make_layer(device)
+        strangers.keep_local_experts(range(1, 5))
+        with pytest.raises(ValueError, match=r"must hold all experts or those of this rank, .* got range\(1, 5\)"):
+            shard_experts(strangers, mesh)
+        with pytest.raises(NotImplementedError, match="saved_bytes"):
+            layer.saved_bytes(5)
+    assert sent.names == []
 
 
 def parameters_keep_their_attributes(device):
@@ -292,10 +289,9 @@ def parameters_keep_their_attributes(device):
     assert isinstance(layer.experts.w_up, DTensor) and layer.experts.w_up.weight_decay == 0.5
 
 
+@on_cpu("on a GPU the error ends the process")
 def wrong_sizes_of_tokens(device):
     """Wider tokens, or another dtype, on one rank raise an error on every rank before any communication of tokens."""
-    if device.type == "cuda":
-        return
     mesh, rank = expert_mesh(device), distributed.get_rank()
     for kind in ({"d_model": D_MODEL * (1 + rank)}, {"dtype": (torch.float64, torch.float32)[rank]}):
         for style in STYLES:
@@ -307,48 +303,31 @@ def wrong_sizes_of_tokens(device):
             assert len(sent.names) == 1, style
 
 
+@on_cpu("on a GPU the error ends the process")
 def wrong_numbers_of_tokens(device):
-    """The error occurs on every rank before any tokens are sent; on a GPU it would end the process."""
-    if device.type == "cuda":
-        return
-    mesh, rank = expert_mesh(device), distributed.get_rank()
-    x = draw(device, 5 + rank)
-    with pytest.raises(
-        ValueError, match=r"got \[T, K, bytes, gradients\] of \[\[5, 3, \d+, 6\], \[6, 3, \d+, 6\]\]; the all"
+    """The error occurs on every rank before any tokens are sent."""
+    rank = distributed.get_rank()
+    sizes = r"equally many tokens .*got \[T, K, bytes, gradients\] of \[\[5, 3, \d+, 7\], \[6, 3, \d+, 7\]\]; the all"
+    equal = "max_rows_factor=2.0 every rank must have equally many tokens, .* and at most"
+    own = "max_rows_factor=1.3 .* own slots, here 24, got more"
+    for dispatcher, factor, message, collective in (
+        ("allgather", None, sizes, "all_gather_into_tensor"),
+        ("overlapped", None, sizes, "all_gather_into_tensor"),
+        ("alltoall", 2.0, equal, "all_to_all_single"),
+        ("allgather", 1.3, own, "all_gather_into_tensor"),
+        ("overlapped", 1.3, own, "all_gather_into_tensor"),
+        ("alltoall", 1.3, "at most 12 slots for any rank", "all_to_all_single"),
     ):
-        shard_experts(make_layer(device), mesh, "allgather")(x)
-    with pytest.raises(
-        ValueError, match=r"max_rows_factor=2.0 every rank must have equally many tokens, .* and at most"
-    ):
-        shard_experts(make_layer(device), mesh, "alltoall", max_rows_factor=2.0)(x)
-    # Only the first rank's slots are too many, for the second rank.
-    slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6)
-    for style, message in (("alltoall", "at most 12 slots for any rank"), ("allgather", "own slots, here 24,")):
-        layer = shard_experts(make_layer(device), mesh, style, max_rows_factor=1.3)
-        with pytest.raises(ValueError, match=message):
-            run_dispatcher(layer, tokens, *slots, tokens)
+        layer = sharded_layer(device, {"dispatcher": dispatcher, "max_rows_factor": factor})
+        # With the factor 1.3, only the first rank's slots are too many, for the second rank.
+        routing, num_tokens = "spread" if rank else "one_expert", 6 if factor == 1.3 else 5 + rank
+        tokens, (experts, weights) = draw(device, num_tokens), draw_slots(device, num_tokens, routing)
+        tokens, weights = (tensor.to(layer.router.weight.dtype) for tensor in (tokens, weights))
+        with CollectiveCounter() as sent, pytest.raises(ValueError, match=message):
+            run_dispatcher(layer, tokens, experts, weights, tokens)
+        assert sent.names == [collective], (dispatcher, factor)
 
 
-CASES = [
-    alltoall_is_bitwise_equal,
-    skewed_routing,
-    allgather_equals_one_process,
-    bounded_rows,
-    chunks_equal_the_whole,
-    reserved_sms_reach_the_kernels,
-    empty_experts_have_zero_gradients,
-    layers_equal_one_process,
-    each_process_keeps_its_experts_only,
-    all_ranks_start_equal,
-    frozen_experts_stay_frozen,
-    parameters_keep_their_attributes,
-    auto_chooses_by_traffic,
-    copies_share_the_processes,
-    errors_come_before_the_first_collective,
-    wrong_numbers_of_tokens,
-    wrong_sizes_of_tokens,
-]
-SLOW = [kernels_write_all_that_is_read]  # in the interpreter
 EIGHT = [
     alltoall_is_bitwise_equal,
     skewed_routing,
@@ -359,8 +338,21 @@ EIGHT = [
     layers_equal_one_process,
     each_process_keeps_its_experts_only,
 ]
+TWO = [
+    *EIGHT,
+    reserved_sms_reach_the_kernels,
+    all_ranks_start_equal,
+    frozen_experts_stay_frozen,
+    parameters_keep_their_attributes,
+    auto_chooses_by_traffic,
+    copies_share_the_processes,
+    errors_come_before_the_first_collective,
+    wrong_numbers_of_tokens,
+    wrong_sizes_of_tokens,
+]
+SLOW = [kernels_write_all_that_is_read]  # in the interpreter
 
-test_two_processes = make_test(CASES, 2)
+test_two_processes = make_test(TWO, 2)
 test_two_processes_with_kernels = slow(make_test(SLOW, 2))
 test_eight_processes = eight_gpus(make_test(EIGHT, 8))
 

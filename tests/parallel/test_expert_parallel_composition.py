@@ -27,16 +27,18 @@ from .expert_parallel_cases import (
     OVERLAPPED,
     Model,
     assert_close,
+    assert_gradients,
     data,
     draw,
     expert_mesh,
     float_dtype,
     full,
-    layer_options,
     make_layer,
     own_data,
+    shard_by_fsdp,
     shard_experts,
     sharded,
+    sharded_layer,
     summed,
 )
 
@@ -51,11 +53,6 @@ def one_process(device):
     return one
 
 
-def assert_gradients(many, one):
-    for a, b in zip(many.parameters(), one.parameters(), strict=True):
-        assert_close(full(a.grad), b.grad)
-
-
 def hybrid_sharding(device):
     """Experts and all other parameters are replicated over one dimension and sharded over another."""
     one = one_process(device)
@@ -64,10 +61,7 @@ def hybrid_sharding(device):
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "efsdp", "ep"))
         model = Model(device)
         parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
-        for layer in model.layers:
-            fully_shard(layer["moe"].experts, mesh=mesh["replicate", "efsdp"])
-            fully_shard(layer["moe"], mesh=dense)
-        fully_shard(model, mesh=dense)
+        shard_by_fsdp(model, mesh["replicate", "efsdp"], dense)
         x, target = own_data(device, 0)
         (model(x) - target).square().mean().backward()
         assert_gradients(model, one)
@@ -193,9 +187,7 @@ def tokens_may_be_under_way(device):
     """Tokens and gradients may be collectives' results that nothing has waited for."""
     group = distributed.group.WORLD.group_name
     for style in (None, *({"dispatcher": dispatcher} for dispatcher in BOTH), OVERLAPPED):
-        layer = make_layer(device, shared_d_ff=8, **(layer_options(style) if style else {}))
-        if style:
-            shard_experts(layer, expert_mesh(device), **style)
+        layer = sharded_layer(device, style, shared_d_ff=8) if style else make_layer(device, shared_d_ff=8)
         x = draw(device, 6, seed=distributed.get_rank()).to(layer.router.weight.dtype)
         results = []
         for wrap in (AsyncCollectiveTensor, torch.ops._c10d_functional.wait_tensor):
@@ -210,17 +202,15 @@ def tokens_may_be_under_way(device):
             assert torch.equal(a, b), style
 
 
+SLOW = [accumulated_gradients, whole_state_dicts]
 TWO = [
-    accumulated_gradients,
+    *SLOW,
     replicated_by_ddp,
-    whole_state_dicts,
     a_float32_router_beside_shorter_experts,
     sequence_parallelism,
     tokens_of_several_processes_are_refused,
     tokens_may_be_under_way,
 ]
-SLOW = [accumulated_gradients, whole_state_dicts]
-
 
 test_two_processes = make_test(TWO, 2)
 test_four_processes = make_test([hybrid_sharding], 4)

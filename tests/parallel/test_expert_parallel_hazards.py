@@ -13,7 +13,6 @@ from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.multiprocessing import get_context
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +31,7 @@ from moe_layers import (
 )
 from moe_layers.parallel.collectives import Ranks
 
-from ..processes import gloo_group, make_test
+from ..processes import gloo_group, make_test, on_cpu
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
@@ -42,6 +41,7 @@ from .expert_parallel_cases import (
     OVERLAPPED,
     STYLES,
     CollectiveCounter,
+    assert_all_close,
     assert_close,
     draw,
     expert_mesh,
@@ -49,9 +49,11 @@ from .expert_parallel_cases import (
     layer_options,
     lengths_of,
     make_layer,
+    mesh_of_all_ranks,
     own,
     shard_experts,
-    summed,
+    sharded_layer,
+    summed_gradients,
 )
 
 
@@ -68,10 +70,7 @@ def copies_by_itself(style, device):
 def collectives_start_in_one_order(device):
     """All ranks start collectives in one order, with unequal or no tokens, and for two layers with one recomputed."""
     for style in (*STYLES, OVERLAPPED):
-        options = layer_options(style)
-        first, second = (
-            shard_experts(make_layer(device, shared_d_ff=8, **options), expert_mesh(device), **style) for _ in "ab"
-        )
+        first, second = (sharded_layer(device, style, shared_d_ff=8) for _ in "ab")
         for name in lengths_for(style):
             x = own(draw(device, sum(lengths_of(name))), lengths_of(name))
             x = x.to(first.router.weight.dtype).requires_grad_()
@@ -108,8 +107,7 @@ class UnderWay(TorchDispatchMode):
 def nothing_reads_what_is_under_way(device):
     """No result is read early, and everything sent is waited for."""
     for style in (*STYLES, OVERLAPPED):
-        options = layer_options(style)
-        layer = shard_experts(make_layer(device, shared_d_ff=8, **options), expert_mesh(device), **style)
+        layer = sharded_layer(device, style, shared_d_ff=8)
         x = draw(device, 7).to(layer.router.weight.dtype).requires_grad_()
         with UnderWay() as seen:
             layer(x).square().sum().backward()
@@ -122,7 +120,6 @@ def nothing_reads_what_is_under_way(device):
 
 def processes_without_tokens(device):
     """They take part in forward, backward, FSDP2 and clipping; their gradients, if any, are zero."""
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
         for name in lengths_for(style):
@@ -136,12 +133,11 @@ def processes_without_tokens(device):
             y = many(own(x, lengths))
             assert y.requires_grad
             y.square().sum().backward()
-            for a, b in zip(many.parameters(), one.parameters(), strict=True):
-                assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+            assert_all_close(summed_gradients(many), [parameter.grad for parameter in one.parameters()])
             if not lengths[distributed.get_rank()]:
                 assert not many.router.weight.grad.any()
             fully_shard(replicated.experts, mesh=mesh["efsdp"])
-            fully_shard(replicated, mesh=everywhere)
+            fully_shard(replicated, mesh=mesh_of_all_ranks(device))
             replicated(own(x, lengths)).square().sum().backward()
             assert clip_grad_norm_(replicated.parameters(), 1.0).isfinite()
 
@@ -158,10 +154,9 @@ def plain_parameters_afterwards(device):
     assert_close(layer(x), one(x))
 
 
+@on_cpu("on a GPU the error ends the process")
 def bounds_of_unequal_numbers_of_slots(device):
     """Limits are relative to each rank's own slots. Exceeding one rank's limit is an error on every rank."""
-    if device.type == "cuda":
-        return
     mesh, rank, x = expert_mesh(device), distributed.get_rank(), draw(device, 12).float()
 
     def route(logits, num_pairs):
@@ -184,10 +179,9 @@ def bounds_of_unequal_numbers_of_slots(device):
             assert sent.names == ["all_gather_into_tensor"]
 
 
+@on_cpu("on a GPU the error ends the process")
 def bounds_of_other_sequences(device):
     """For equally many tokens, a capacity keeps 24 slots on one rank and 36 on the other."""
-    if device.type == "cuda":
-        return
     x = draw(device, 12).view((12, 1, D_MODEL) if distributed.get_rank() else (1, 12, D_MODEL))
     one = make_layer(device, capacity=CapacityFactor(0.5))
     for max_rows_factor in (1.5, 2.0):
@@ -224,10 +218,9 @@ def early_slots_within_the_bound(device):
         assert len(many(x[:0], **{name: tensor[:0] for name, tensor in given.items()})) == 0
 
 
+@on_cpu("on a GPU the error ends the process")
 def unequal_gradients(device):
     """An error on every rank, before tokens are sent, where backward would wait for another rank's gradient forever."""
-    if device.type == "cuda":
-        return
     mesh, rank = expert_mesh(device), distributed.get_rank()
 
     def needs_input(layer, x):
@@ -278,8 +271,7 @@ def padded_all_gather(device):
         assert_close(out, own(expected, lengths))
         for y in (expected, out):
             y.square().sum().backward()
-        for a, b in zip(many.parameters(), one.parameters(), strict=True):
-            assert_close(full(a.grad) if isinstance(a.grad, DTensor) else summed(a.grad), b.grad)
+        assert_all_close(summed_gradients(many), [parameter.grad for parameter in one.parameters()])
     with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"experts of a model: .* same gradients, got"):
         many(draw(device, 2 + rank).requires_grad_(bool(rank)))
     assert len(sent.names) == 1

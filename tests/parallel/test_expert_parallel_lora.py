@@ -5,11 +5,9 @@ import copy
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
-from moe_layers import LoRA, clip_grad_norm_
+from moe_layers import LoRA
 
 from ..processes import make_test
 from .expert_parallel_cases import (
@@ -18,11 +16,14 @@ from .expert_parallel_cases import (
     assert_close_numbers,
     data,
     draw,
+    draw_adapters,
     expert_mesh,
     full,
     own_data,
+    shard_by_fsdp,
     shard_experts,
     summed,
+    train_step,
 )
 
 SETTINGS = [LoRA(3, 6), LoRA(3, 6, shared_outer=True)]
@@ -33,15 +34,8 @@ def adapted(device, settings=SETTINGS[0]):
     model = Model(device)
     for layer in model.layers:
         layer["moe"].add_lora(settings)
-    with_effect(model)
+    draw_adapters(model)
     return model
-
-
-def with_effect(model):
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if name.endswith("_b"):
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
 def adapted_after_sharding(device, mesh, dispatcher, settings):
@@ -57,18 +51,8 @@ def adapted_after_sharding(device, mesh, dispatcher, settings):
     return model
 
 
-def train_step(model, optimizer, x, target):
-    optimizer.zero_grad()
-    (model(x) - target).square().mean().backward()
-    norm = clip_grad_norm_(model.parameters(), 0.05)
-    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    optimizer.step()
-    return norm, gradients
-
-
 def steps_equal_one_process(device):
     """Two steps with experts over all ranks or under FSDP2 alone, with adapters added before or after sharding."""
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for experts_over, dispatcher, before, settings in (
         (1, "alltoall", True, SETTINGS[1]),
         (None, "alltoall", True, SETTINGS[0]),
@@ -83,10 +67,7 @@ def steps_equal_one_process(device):
                 shard_experts(layer["moe"], mesh, dispatcher)
         else:
             many = adapted_after_sharding(device, mesh, dispatcher, settings)
-        for layer in many.layers:
-            fully_shard(layer["moe"].experts, mesh=mesh["efsdp"])
-            fully_shard(layer["moe"], mesh=everywhere)
-        fully_shard(many, mesh=everywhere)
+        shard_by_fsdp(many, mesh["efsdp"])
         optimizers = [torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), lr=0.01) for m in (one, many)]
         for step in range(2):
             norm, expected = train_step(one, optimizers[0], *data(device, step))
@@ -104,30 +85,26 @@ def steps_equal_one_process(device):
 def merging_equals_one_process(device):
     """Gradients without FSDP2, merging, and undoing it on sharded experts."""
     for settings in SETTINGS:
-        _merging_equals_one_process(device, settings)
-
-
-def _merging_equals_one_process(device, settings):
-    mesh = expert_mesh(device)
-    one = adapted(device, settings).layers[0]["moe"]
-    many = shard_experts(copy.deepcopy(one), mesh)
-    base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
-    x = draw(device, 12)  # equal on all ranks, so that the mean over them is one rank's gradient
-    for module in (one, many):
-        module(x).square().sum().backward()
-    for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
-        if expected.grad is not None:
-            assert_close_numbers(full(parameter.grad), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
-    x = draw(device, 12, seed=distributed.get_rank())
-    for module in (one, many):
-        module.merge_lora(keep_base=True)
-    merged = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
-    assert torch.equal(merged[0], one.experts.w_up) and torch.equal(merged[1], one.experts.w_down)
-    assert_close(many(x), one(x))
-    many.unmerge_lora()
-    assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
-    one.unmerge_lora()
-    assert_close_numbers(many(x), one(x), rtol=1e-5, atol=1e-6)
+        mesh = expert_mesh(device)
+        one = adapted(device, settings).layers[0]["moe"]
+        many = shard_experts(copy.deepcopy(one), mesh)
+        base = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+        x = draw(device, 12)  # equal on all ranks, so that the mean over them is one rank's gradient
+        for module in (one, many):
+            module(x).square().sum().backward()
+        for (name, expected), parameter in zip(one.named_parameters(), many.parameters(), strict=True):
+            if expected.grad is not None:
+                assert_close_numbers(full(parameter.grad), expected.grad, rtol=1e-5, atol=1e-6, msg=name)
+        x = draw(device, 12, seed=distributed.get_rank())
+        for module in (one, many):
+            module.merge_lora(keep_base=True)
+        merged = [full(parameter).clone() for parameter in (many.experts.w_up, many.experts.w_down)]
+        assert torch.equal(merged[0], one.experts.w_up) and torch.equal(merged[1], one.experts.w_down)
+        assert_close(many(x), one(x))
+        many.unmerge_lora()
+        assert all(map(torch.equal, base, (full(many.experts.w_up), full(many.experts.w_down))))
+        one.unmerge_lora()
+        assert_close_numbers(many(x), one(x), rtol=1e-5, atol=1e-6)
 
 
 def shared_factors_are_equal(device):

@@ -8,46 +8,38 @@ import torch
 from torch import distributed, nn
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from moe_layers import ExpertParallel, MoEFeedForward, clip_grad_norm_, observe
 from moe_layers.checkpoint.files.directory import CheckpointFiles
 
-from ..processes import eight_gpus, make_test
+from ..processes import eight_gpus, make_test, shared_folder
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     TOKENS,
     Model,
+    assert_all_close,
     assert_close,
+    assert_gradients,
     data,
     draw,
     expert_mesh,
     full,
     make_layer,
+    mesh_of_all_ranks,
     own,
     own_data,
     shard_experts,
     sharded,
     summed,
+    train_step,
 )
 
 
-def train_step(model, optimizer, x, target, clip):
-    """Return (norm of the gradients before clipping, gradients after clipping by name)."""
-    optimizer.zero_grad()
-    x, target = (tensor.to(model.project.weight.dtype) for tensor in (x, target))
-    (model(x) - target).square().mean().backward()
-    norm = clip(model.parameters(), max_norm=0.05)
-    gradients = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
-    optimizer.step()
-    return norm, gradients
-
-
 def train_own_part(model, optimizer, device, step):
-    return train_step(model, optimizer, *own_data(device, step), clip_grad_norm_)
+    return train_step(model, optimizer, *own_data(device, step))
 
 
 def make_optimizer(model, kind):
@@ -74,8 +66,8 @@ def compare_two_steps(device, experts_over, style, kind, **options):
         actual = train_own_part(many, optimizers[1], device, step)
         assert expected[0] > 0.05
         assert_close(actual[0], expected[0])
-        for name, gradient in expected[1].items():
-            assert_close(actual[1][name], gradient)
+        assert list(actual[1]) == list(expected[1]) == [name for name, _ in one.named_parameters()]
+        assert_all_close(actual[1].values(), expected[1].values())
     tolerance = 1e-6 if one.project.weight.dtype == torch.float64 else 1e-3
     for (name, a), b in zip(many.named_parameters(), one.parameters(), strict=True):
         torch.testing.assert_close(full(a), b, rtol=0, atol=tolerance, msg=name)
@@ -84,14 +76,13 @@ def compare_two_steps(device, experts_over, style, kind, **options):
 def outputs_may_change_in_place(device):
     """Outputs behave like those of nn.Linear: FSDP2 finds them before backward, and they have the tokens' axes."""
     mesh = expert_mesh(device)
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     x = draw(device, 12, seed=distributed.get_rank()).view(2, 6, D_MODEL)
     for shares_experts in (False, True):
         layer = make_layer(device)
         if shares_experts:
             shard_experts(layer, mesh)
             fully_shard(layer.experts, mesh=mesh["efsdp"])
-        fully_shard(layer, mesh=everywhere)
+        fully_shard(layer, mesh=mesh_of_all_ranks(device))
         results = []
         for tokens, routing in ((x, False), (x, True), (x.view(12, -1), False)):
             for in_place in (False, True):
@@ -101,8 +92,7 @@ def outputs_may_change_in_place(device):
                 results.append([y.view(12, -1), *(parameter.grad.full_tensor() for parameter in layer.parameters())])
                 layer.zero_grad()
         for result in results[1:]:
-            for a, b in zip(result, results[0], strict=True):
-                assert_close(a, b)
+            assert_all_close(result, results[0])
 
 
 def mixed_precision(device):
@@ -111,13 +101,12 @@ def mixed_precision(device):
     x = draw(device, 6, seed=distributed.get_rank()).float()
     one(x.to(torch.bfloat16)).float().square().sum().backward()
     kinds = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    everywhere = init_device_mesh(device.type, (distributed.get_world_size(),))
     for casts in (False, True):
         mesh = expert_mesh(device)
         layer = shard_experts(make_layer(device).float(), mesh, average_gradients=False)
         policy = MixedPrecisionPolicy(**kinds, cast_forward_inputs=casts)
         fully_shard(layer.experts, mesh=mesh["efsdp"], mp_policy=policy)
-        fully_shard(layer, mesh=everywhere, mp_policy=MixedPrecisionPolicy(**kinds))
+        fully_shard(layer, mesh=mesh_of_all_ranks(device), mp_policy=MixedPrecisionPolicy(**kinds))
         if casts:
             with pytest.raises(ValueError, match=r"topk_weights must be float32 .*cast_forward_inputs=False"):
                 layer(x)
@@ -143,8 +132,7 @@ def clipping_by_other_norms(device):
         norm = clip_grad_norm_(layer.parameters(), 0.5, norm_type)
         assert expected > 0.5
         assert_close(norm, expected)
-        for a, b in zip(layer.parameters(), one.parameters(), strict=True):
-            assert_close(full(a.grad), b.grad)
+        assert_gradients(layer, one)
     for norm_type in (0.0, -1.0, float("nan")):
         with pytest.raises(ValueError, match=f"norm_type must be positive, got {norm_type}"):
             clip_grad_norm_(layer.parameters(), 0.5, norm_type)
@@ -187,13 +175,12 @@ def distributed_checkpoints(device):
     """A checkpoint of experts over all ranks loads over fewer ranks or one. Weights and optimizer state are bitwise
     equal, and the next step equals that of the first run."""
     num_processes = distributed.get_world_size()
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
+    folder = shared_folder()
     first = sharded(device, num_processes)
     optimizer = make_optimizer(first, {})
     train_own_part(first, optimizer, device, 0)
     states = dict(zip(("model", "optimizer"), get_state_dict(first, optimizer), strict=True))
-    distributed_checkpoint.save(states, checkpoint_id=folder[0])
+    distributed_checkpoint.save(states, checkpoint_id=folder)
     saved = {name: full(parameter).clone() for name, parameter in first.named_parameters()}
     saved_moments = whole_moments(states["optimizer"])
     assert all(moments["step"] == 1 and moments["exp_avg"].any() for moments in saved_moments.values())
@@ -205,7 +192,7 @@ def distributed_checkpoints(device):
             parameter.data.zero_()
         optimizer = make_optimizer(model, {})
         states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-        distributed_checkpoint.load(states, checkpoint_id=folder[0])
+        distributed_checkpoint.load(states, checkpoint_id=folder)
         set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
         for parameter_name, parameter in model.named_parameters():
             assert torch.equal(full(parameter), saved[parameter_name]), (name, parameter_name)
@@ -268,18 +255,16 @@ def layers_of_published_models(device):
                 MoEFeedForward.from_checkpoint(directory, **wrong)
 
 
+FOUR = [two_steps_equal_one_process, distributed_checkpoints]
 TWO = [
-    two_steps_equal_one_process,
+    *FOUR,
     outputs_may_change_in_place,
     mixed_precision,
     clipping_by_other_norms,
     clipping_of_mixed_dtypes,
-    distributed_checkpoints,
     statistics_of_all_processes,
     layers_of_published_models,
 ]
-FOUR = [two_steps_equal_one_process, distributed_checkpoints]
-
 
 test_two_processes = make_test(TWO, 2)
 test_four_processes = slow(make_test(FOUR, 4))

@@ -14,15 +14,17 @@ from moe_layers import LoRA, save_communication, save_routing
 from moe_layers.parallel.overlapped import _Plan
 from moe_layers.parallel.symmetric_memory import CollectiveTransport
 
-from ..processes import eight_gpus, make_test
+from ..processes import eight_gpus, make_test, on_cpu
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
     KERNELS,
     OVERLAPPED,
     CollectiveCounter,
+    assert_all_close,
     assert_close,
     draw,
+    draw_adapters,
     expert_mesh,
     full,
     lengths_of,
@@ -31,7 +33,7 @@ from .expert_parallel_cases import (
     shard_experts,
     summed,
 )
-from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers, draw_slots, run_dispatcher
+from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers
 from .test_expert_parallel_training import compare_two_steps
 
 GATHERING = ["overlapped", "allgather"]
@@ -101,9 +103,7 @@ def adapters_equal_one_process(device):
     for layer in (one, many):
         torch.manual_seed(4)
         layer.add_lora(LoRA(3, 6))
-        for name, parameter in layer.requires_grad_(True).named_parameters():
-            if name.endswith("_b"):
-                nn.init.normal_(parameter, std=0.3)
+        draw_adapters(layer.requires_grad_(True))
     compare_layers("adapters", one, many, OVERLAPPED, device)
 
 
@@ -143,9 +143,7 @@ def the_first_chunk_is_the_smallest(device):
 
 def compare_dispatchers_that_gather(device, x, style, **options):
     layer, other = (make_overlapped(device, style | {"dispatcher": kind}, **options) for kind in GATHERING)
-    expected = gradients_of(other, x, other.parameters())
-    for a, b in zip(gradients_of(layer, x, layer.parameters()), expected, strict=True):
-        assert_close(a, b)
+    assert_all_close(*(gradients_of(each, x, each.parameters()) for each in (layer, other)))
 
 
 def layers_in_sequence(device):
@@ -234,8 +232,7 @@ def a_recomputed_choice_has_its_own_gradient(device):
         y = checkpoint(layer, x, use_reentrant=False, determinism_check="none")
         layer.router.weight.data.neg_()
         results.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
-    for a, b in zip(*results, strict=True):
-        assert_close(full(a), full(b))
+    assert_all_close(*results)
 
 
 def weights_that_a_hook_changes(device):
@@ -246,8 +243,7 @@ def weights_that_a_hook_changes(device):
             lambda _, inputs: (inputs[0]._replace(topk_weights=3 * inputs[0].topk_weights),)
         )
         results.append(gradients_of(layer, x, layer.parameters()))
-    for a, b in zip(*results, strict=True):
-        assert_close(a, b)
+    assert_all_close(*results)
 
 
 def half_precision(device):
@@ -326,6 +322,7 @@ def backward_needs_no_more_memory(device):
     assert forward == backward
 
 
+@on_cpu("on a GPU tokens are copied without collectives")
 def collectives_are_those_needed(device):
     """Forward: the counts, the choices with their weights, and per chunk the tokens and its outputs. The last chunk's
     outputs are sent in up to four column slices of whole tiles. Backward: the gradients of the outputs, and those of
@@ -342,24 +339,6 @@ def collectives_are_those_needed(device):
             loss.backward()
         assert forward.names == [gather] * 4 + [scatter] * (1 + num_pieces)
         assert backward.names == [gather] * 2 + [scatter] * (4 if needs_tokens else 2)
-
-
-def wrong_numbers_of_tokens(device):
-    """The error occurs on every rank before any tokens are sent."""
-    layer, rank = make_overlapped(device), distributed.get_rank()
-    x = draw(device, 5 + rank).float()
-    with CollectiveCounter() as sent, pytest.raises(ValueError, match=r"equally many tokens .* \[\[5, 3, \d+, 6\], "):
-        layer(x)
-    assert sent.names == ["all_gather_into_tensor"]
-    # Only the first rank's slots are too many, for the second rank.
-    slots, tokens = draw_slots(device, 6, "spread" if rank else "one_expert"), draw(device, 6).float()
-    layer = make_overlapped(device, OVERLAPPED | {"chunks": 1, "max_rows_factor": 1.3})
-    with (
-        CollectiveCounter() as sent,
-        pytest.raises(ValueError, match=r"max_rows_factor=1.3 .* own slots, here 24, got more"),
-    ):
-        run_dispatcher(layer, tokens, slots[0], slots[1].float(), tokens)
-    assert sent.names == ["all_gather_into_tensor"]
 
 
 TWO = [
@@ -389,6 +368,7 @@ SLOW = [
     weights_that_a_hook_changes,
     half_precision,
     what_kernels_do_not_compute,
+    collectives_are_those_needed,
 ]
 FOUR = [any_chunks_equal_one_process, training_equals_one_process, chunks_and_sms_unless_said_otherwise]
 EIGHT = [
@@ -399,10 +379,6 @@ EIGHT = [
     layers_in_sequence,
     training_equals_one_process,
 ]
-if not torch.cuda.is_available():
-    # On a GPU tokens are copied without collectives, and a wrong call ends the process.
-    TWO.append(wrong_numbers_of_tokens)
-    SLOW.append(collectives_are_those_needed)
 
 test_two_processes = make_test(TWO, 2)
 test_two_processes_slowly = slow(make_test(SLOW, 2))

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 from packaging.version import Version
-from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -14,11 +13,12 @@ from moe_layers import LoRA
 from moe_layers.experts.quantization import quantize_experts_
 from moe_layers.experts.stored import QuantizedExperts, replace_weight
 
-from ..processes import make_test
+from ..processes import make_test, shared_folder
 from .expert_parallel_cases import (
     assert_close,
     assert_close_numbers,
     draw,
+    draw_adapters,
     expert_mesh,
     full,
     make_layer,
@@ -35,10 +35,7 @@ def quantized(device, format, dtype=torch.float32):
     layer = make_layer(device, dtype=dtype)
     quantize_experts_(layer, format)
     layer.add_lora(LoRA(2, 4))
-    generator = torch.Generator().manual_seed(3)
-    for name, factor in layer.experts.lora.named_parameters():
-        if name.endswith("_b"):
-            factor.data.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+    draw_adapters(layer)
     return layer
 
 
@@ -95,21 +92,15 @@ def fsdp_alone_gathers_stored_bytes(device):
 
 
 def distributed_checkpoints_hold_the_bytes(device):
-    folders = [None]
-    if distributed.get_rank() == 0:
-        import tempfile
-
-        folders = [tempfile.mkdtemp()]
-    distributed.broadcast_object_list(folders)
-    mesh = expert_mesh(device)
+    folder, mesh = shared_folder(), expert_mesh(device)
     saved = shard_experts(quantized(device, FORMATS[0]), mesh)
-    checkpoint.save(saved.state_dict(), checkpoint_id=folders[0])
+    checkpoint.save(saved.state_dict(), checkpoint_id=folder)
     other = make_layer(device, seed=1, dtype=torch.float32)
     quantize_experts_(other, FORMATS[0])
     other.add_lora(LoRA(2, 4))
     shard_experts(other, mesh)
     state = other.state_dict()
-    checkpoint.load(state, checkpoint_id=folders[0])
+    checkpoint.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     x = draw(device, 12).float()
     assert torch.equal(other(x), saved(x))

@@ -177,10 +177,6 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Te
     return sides[0], sides[1]
 
 
-def uses_dropout(lora: nn.ModuleDict | None) -> bool:
-    return any_dropout(active_adapters(lora, None))
-
-
 def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.dtype | None = torch.float32) -> None:
     """Freeze the layer and add trainable low-rank adapters to its experts. The output stays bitwise equal.
 
