@@ -233,7 +233,8 @@ ARCHITECTURES = {
     "glm4v_moe_text": _GLM4,
     "glm_moe_dsa": _SCALED,
     "glm5_next_text": _CLAMPED,
-    "hy_v4": replace(_CLAMPED, shared_activation=_gated),  # the shared expert does not clamp
+    # The shared expert does not clamp.
+    **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), replace(_CLAMPED, shared_activation=_gated)),
     "dots3_note_text": replace(
         _GLM4, shared=_several_shared("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size")
     ),
@@ -271,6 +272,7 @@ ARCHITECTURES = {
     "hy_v3": Architecture(routers.scaled_by("router_scaling_factor"), shared=_several_shared()),
     "laguna": Architecture(routers.laguna, shared=_shared("shared_expert_intermediate_size")),
     "flint": Architecture(routers.flint, shared=_shared("shared_expert_intermediate_size")),
+    "lara_mini": Architecture(routers.softmax_by_flag(True), shared=_shared("shared_expert_intermediate_size")),
     "cohere2_moe": Architecture(
         routers.cohere, d_ff="intermediate_size", shared=_several_shared("intermediate_size", default=0)
     ),
@@ -301,7 +303,7 @@ REFUSED = {
     "jetmoe": "the block adds a bias to its output",
     **dict.fromkeys(("muse_spark", "muse_spark_text"), "the experts end in an RMSNorm"),
     **dict.fromkeys(
-        ("inkling", "inkling_mm_model", "inkling_text", "inkling2", "inkling2_text"),
+        ("inkling", "inkling_mm_model", *(f"inkling{n}" for n in ("_text", "2", "2_text", "2_loop", "2_loop_text"))),
         "routed and shared experts are normalised together",
     ),
     "dots3_note_vision_encoder": "experts of vision models differ in number and size by layer",

@@ -9,6 +9,7 @@ from packaging.version import Version
 from torch import nn
 
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 LATENT_ATTENTION = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -58,6 +59,7 @@ MODELS = {
     "glm_moe_dsa": LATENT_ATTENTION,
     "glm5_next_text": {"swiglu_limit": 1.5, **LATENT_ATTENTION, "qk_rope_head_dim": 0},
     "hy_v4": {"swiglu_limit": 1.5, **LATENT_ATTENTION},
+    "hy_v4_vl_text": {"swiglu_limit": 1.5, **LATENT_ATTENTION, "rope_parameters": {**ROPE, "mrope_section": [2, 1, 1]}},
     "dots3_note_text": LATENT_ATTENTION,
     "beam": {},
     "minimax_m3_vl_text": {"swiglu_limit": 1.5},
@@ -76,6 +78,7 @@ MODELS = {
     "hy_v3": {},
     "laguna": {},
     "flint": {"mlp_only_layers": [0]},
+    "lara_mini": {},
     "cohere2_moe": {"shared_expert_combination_strategy": "sum"},
     "mistral4": LATENT_ATTENTION,
     "mistral_large4_text": LATENT_ATTENTION,

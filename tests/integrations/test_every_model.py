@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from moe_layers.integrations.transformers import enable
 from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE
 
-from ..checkpoint.tiny_models import LATENT_ATTENTION, known_fields
+from ..checkpoint.tiny_models import LATENT_ATTENTION, ROPE, known_fields
 from ..tiers import default_tier
 from . import sharded_models
 from .models import draw_tokens, initialise, step, tiny_config
@@ -69,7 +69,6 @@ NO_CHECKPOINTING = {"DiffusionGemmaEncoderTextModel", "JetMoeModel"}
 
 LINEAR_ATTENTION = {"linear_head_dim": 8, "linear_num_heads": 4}
 VISION = {"adapter_in_dim": 32, "adapter_out_dim": 32, "patch_size": 4, "num_attention_heads": 2}
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
 NLLB = {
     f"{part}_{name}": value
     for part in ("encoder", "decoder")
