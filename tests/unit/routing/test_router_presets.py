@@ -14,6 +14,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
 
 from ...dtypes import DTYPES
+from ..compiled import assert_compiles
 
 triton_scored = partial(topk_routing, implementation="triton")
 triton_linear = partial(linear_routing, implementation="triton")
@@ -291,9 +292,7 @@ def test_opcheck(name, device):
 def test_compiles_without_graph_break(device):
     spec = SPECS["deepseek_v3"]
     logits, bias = draw(spec, device=device)
-    run = partial(triton_scored, top_k=2, spec=spec, selection_bias=bias)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits).topk_weights, run(logits).topk_weights)
+    assert_compiles(lambda x: triton_scored(x, 2, spec, selection_bias=bias).topk_weights, (logits,))
 
 
 @pytest.mark.parametrize(
