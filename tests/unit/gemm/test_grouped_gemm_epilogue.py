@@ -24,6 +24,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
+from .kernel_arguments import skip_without_float8
 
 FLOAT8 = torch.float8_e4m3fn
 IMPLEMENTATIONS = ("triton", "reference")
@@ -163,11 +164,6 @@ KERNELS = [
 ]
 
 
-def skip_without_float8(dtype):
-    if dtype == FLOAT8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
-
-
 def as_precise_as_the_gpu(dtype, *results):
     """Tensor cores sum the float8 products of a step with fewer bits than float32, but more than float16."""
     return [result.half() if dtype == FLOAT8 and result.is_cuda else result for result in results]
@@ -178,7 +174,8 @@ def test_each_kernel_with_every_optional_operand(kernel, device):
     dtype = kernel.metadata.operands.A.dtype
     # test_extra_operands.py adds the second product.
     names = [name for name in kernel.metadata.optional_operands if not name.startswith("extra_")]
-    skip_without_float8(dtype)
+    if dtype == FLOAT8:
+        skip_without_float8()
     inputs = draw("odd_sizes", dtype, device, names)
     a, b, offsets, *options = inputs
     end = int(offsets[-1])
@@ -207,7 +204,7 @@ def test_each_kernel_with_every_optional_operand(kernel, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("names", [(), ("scale_a", "scale_b"), ("bias", "row_scale", "scale_a", "scale_b")], ids=len)
 def test_float8(names, dtype, device):
-    skip_without_float8(FLOAT8)
+    skip_without_float8()
     for case in CASES:
         inputs = draw(case, FLOAT8, device, names)
         options = dict(zip(names, inputs[3:], strict=True))

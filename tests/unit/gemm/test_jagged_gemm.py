@@ -12,6 +12,7 @@ from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
+from .kernel_arguments import run_or_skip
 
 triton_jagged = partial(jagged_gemm, implementation="triton")
 # Below the check of the first offset, which a GPU lacks.
@@ -65,9 +66,7 @@ def test_kernel(kernel, case, transposed, device):
     a[: offsets[0]] = torch.nan
     a[offsets[-1] :] = torch.nan
     args = JaggedGemmArguments(a, b, a.new_full((len(a), b.shape[1]), torch.nan), offsets)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     exact = reference.jagged_gemm(*to_float64((clean, b, offsets)))
     assert_accurate(args.out, reference.jagged_gemm(clean, b, offsets), exact)
     assert not args.out[: offsets[0]].any() and not args.out[offsets[-1] :].any()
