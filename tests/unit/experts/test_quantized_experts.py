@@ -11,9 +11,7 @@ from moe_kernels import Activation, fused_experts, get_kernels, reference
 from moe_kernels.experts import row_products as rows_module
 from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.row_products import Rows
-from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import rule, selection
 from moe_kernels.gemm.arguments.decoding import DecodingGemmArguments
 from moe_kernels.gemm.kernel import StreamingDesign
@@ -31,6 +29,7 @@ from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
+from .test_experts import flat_operands
 
 SCALE = 0.5
 NAMES = ("out", "dtokens", "dweights", "dup_a", "dup_b", "ddown_a", "ddown_b")
@@ -406,11 +405,10 @@ def to_meta(weight):
 @slow
 def test_opcheck(device):
     tokens, weights, experts, w_up, w_down, *_ = draw(Case(6, 64, 32, 3, 2), torch.float32, device)
-    stored = ExpertWeights(quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested"))
-    rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
-    described = Experts.of(stored, as_activation("test", "swiglu"))
-    operands = ExpertOperands(tokens.requires_grad_(), described, weights.requires_grad_(), rows=rows)
-    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
+    stored = (quantize(weight, "nf4_nested") for weight in (w_up, w_down))
+    leaves = tokens.requires_grad_(), weights.requires_grad_()
+    operands = flat_operands(*leaves, *stored, reference.sort_by_expert(experts, 3))
+    torch.library.opcheck(fused_experts_op.overload, operands)
 
 
 def test_bad_weights_are_named(device):
