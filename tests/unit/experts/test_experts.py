@@ -25,6 +25,7 @@ from ...tiers import OP_CASES, default_tier, slow
 from ..compiled import assert_compiles
 
 triton_experts = partial(fused_experts, implementation="triton")
+NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 
 
 def draw(case, dtype, device, seed=0):
@@ -46,7 +47,7 @@ def test_matches_reference(case, dtype, device):
         run,
         partial(run, op=reference.fused_experts),
         partial(draw, CASES[case], dtype, device),
-        ("out", "dtokens", "dweights", "dw_up", "dw_down"),
+        NAMES[:5],
     )
 
 
@@ -104,8 +105,7 @@ def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
         *given, w_up, w_down = draw(case, DTYPES[-1], device, seed)
         return *given, *(weight.transpose(1, 2).contiguous() for weight in (w_up, w_down))
 
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down")
-    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, names)
+    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, NAMES[:5])
     *given, w_up, w_down = draw(case, DTYPES[-1], device)
     w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
     gradients = torch.autograd.grad(run(*given, w_up, w_down).sum(), (w_up, w_down))
@@ -199,12 +199,11 @@ TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
     ],
 )
 def test_variants_match_reference(variant, case, dtype, device):
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
     check_accuracy(
         partial(run_variant, variant=variant),
         partial(run_variant, variant=variant, op=reference.fused_experts),
         partial(draw_variant, case, variant, dtype, device),
-        names if VARIANTS[variant].get("bias") else names[:5],
+        NAMES if VARIANTS[variant].get("bias") else NAMES[:5],
     )
 
 

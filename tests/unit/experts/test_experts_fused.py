@@ -17,7 +17,7 @@ from moe_kernels.types import ExpertWeights
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier
-from .test_experts import run
+from .test_experts import NAMES, run
 
 COMPUTED = [(activation, bias) for activation in ACTIVATIONS for bias in (False, True)]
 FUSED = [case for case in COMPUTED if case[0] in EPILOGUES or case[0] in PLAIN_EPILOGUES]
@@ -93,12 +93,11 @@ def test_fused_activations_and_biases_match_reference(activation, bias, device, 
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
     if hopper and (activation, bias) in FUSED:
         monkeypatch.setattr("moe_kernels.experts.row_products.launch_activation", None)  # a call would fail
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
     check_accuracy(
         partial(run, activation=activation),
         partial(run, activation=activation, op=reference.fused_experts),
         partial(draw_uneven, activation, bias, DTYPES[-1], device),
-        names if bias else names[:5],
+        NAMES if bias else NAMES[:5],
     )
 
 

@@ -19,10 +19,9 @@ from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
-from .test_experts import assert_frozen_operands_are_skipped, draw_variant, flat_operands
+from .test_experts import NAMES, assert_frozen_operands_are_skipped, draw_variant, flat_operands
 from .test_experts import run as run_experts
 
-NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 SIXTEENS = Case(33, 48, 16, 4, 2)
 BLOCKS = Case(12, 144, 128, 2, 1)
 PARTIAL = Case(12, 144, 48, 2, 1)

@@ -36,6 +36,12 @@ NAMES = ("out", "dtokens", "dweights", "dup_a", "dup_b", "ddown_a", "ddown_b")
 ODD = Case(11, 38, 22, 3, 2)  # rows of no whole block, except for mxfp4
 BLOCKS = Case(11, 64, 32, 3, 2)
 WIDE = Case(40, 192, 160, 3, 2)  # several steps and column tiles
+SIZES = {
+    "wide": WIDE,
+    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
+    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
+    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
+}
 VARIANTS = {
     "recompute": {"recompute": "up"},
     "batch_invariant": {"batch_invariant": True},
@@ -129,12 +135,18 @@ def test_variants_match_reference(variant, device):
     )
 
 
-@pytest.mark.parametrize("format", default_tier(FORMATS, {"fp8", "mxfp4"}))
-def test_several_steps_and_tiles_without_adapters(format, device):
+@pytest.mark.parametrize(
+    ("format", "sizes"),
+    default_tier(
+        [*((format, "wide") for format in FORMATS), *(("int8", sizes) for sizes in SIZES if sizes != "wide")],
+        {("fp8", "wide"), ("mxfp4", "wide"), ("int8", "higher_than_a_tile")},
+    ),
+)
+def test_steps_and_tiles_without_adapters(format, sizes, device):
     check_accuracy(
         partial(run, format=format),
         partial(run_reference, format=format, dtype=torch.float16),
-        lambda seed: draw(WIDE, torch.float16, device, seed)[:7],
+        lambda seed: draw(SIZES[sizes], torch.float16, device, seed)[:7],
         NAMES[:3],
         FROZEN,
     )
@@ -176,24 +188,6 @@ def test_the_rule_streams_weights_of_few_rows_on_hopper():
         assert [rows for rows in (1, 2, 4, 8, 16, 32, 64) if is_streaming(weight, rows)] == [
             rows for rows in (1, 2, 4, 8, 16) if rows <= most
         ]
-
-
-HEIGHTS = {
-    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
-    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
-    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
-}
-
-
-@pytest.mark.parametrize("case", default_tier(HEIGHTS, {"higher_than_a_tile"}))
-def test_groups_and_tiles_of_other_heights(case, device):
-    check_accuracy(
-        partial(run, format="int8"),
-        partial(run_reference, format="int8", dtype=torch.float16),
-        lambda seed: draw(HEIGHTS[case], torch.float16, device, seed)[:7],
-        NAMES[:3],
-        FROZEN,
-    )
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])

@@ -76,18 +76,13 @@ def check(case, dtype, device, names, **fixed):
     )
 
 
-@pytest.mark.parametrize("names", OPTIONS, ids="+".join)
+@pytest.mark.parametrize(
+    ("names", "activation"), [*((names, None) for names in OPTIONS), ((), "swiglu"), (OPTIONS[-1], "swiglu")], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", default_tier(CASES, {"odd_sizes"}))
-def test_matches_reference(case, dtype, names, device):
-    check(case, dtype, device, names)
-
-
-@pytest.mark.parametrize("names", [(), ("bias", "row_scale")], ids=["plain", "bias+row_scale"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", default_tier(CASES, {"odd_sizes"}))
-def test_activation_matches_reference(case, dtype, names, device):
-    check(case, dtype, device, names, activation="swiglu")
+def test_matches_reference(case, dtype, names, activation, device):
+    check(case, dtype, device, names, activation=activation)
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
