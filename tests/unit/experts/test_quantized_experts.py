@@ -106,8 +106,8 @@ def run_reference(*operands, **options):
     return run_dequantised(*operands, op=reference.fused_experts, **kept)
 
 
-def case_for(format, case=ODD):
-    return BLOCKS if format == "mxfp4" and case is ODD else case
+def case_for(format):
+    return BLOCKS if format == "mxfp4" else ODD
 
 
 @pytest.mark.parametrize("dtype", default_tier(DTYPES, {torch.float16}), ids=str)
