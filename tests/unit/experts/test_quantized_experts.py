@@ -20,7 +20,7 @@ from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.specs import as_activation
-from moe_kernels.testing import Case, check_accuracy, make_inputs
+from moe_kernels.testing import Case, check_accuracy, make_inputs, run_with_grads
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import check
 from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight
@@ -197,13 +197,8 @@ def test_dequantised_weights_give_the_same_bits(form, implementation, device, mo
     format, options = (form, {}) if form in FORMATS else ("int8", VARIANTS[form])
     options = options | {"implementation": implementation}
     operands = draw(case_for(format), DTYPES[-1], device, activation=options.get("activation", "swiglu"))
-    results = []
-    for op in (run, run_dequantised):
-        leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
-        wanted = [leaves[i] for i in (0, 1, 7, 8, 9, 10)]
-        out = op(*leaves[:3], *operands[3:7], *leaves[7:], format=format, **options)
-        results.append((out, *torch.autograd.grad(out.float().square().sum(), wanted)))
-    assert all(map(torch.equal, *results))
+    ops = (partial(op, format=format, **options) for op in (run, run_dequantised))
+    assert all(map(torch.equal, *(run_with_grads(op, operands, frozen=FROZEN) for op in ops)))
 
 
 def test_sizes_alone_decide(device):

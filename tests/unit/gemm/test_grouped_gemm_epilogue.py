@@ -19,7 +19,7 @@ from moe_kernels.gemm.passes import launch_bias_and_scale
 from moe_kernels.gemm.selection import find
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.runtime.checks import check_float8
-from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
@@ -265,17 +265,11 @@ def test_wgrad_is_differentiable(dtype, device):
 
 def test_repeats_bitwise(device):
     names = ("bias", "row_scale")
-    inputs = draw("odd_sizes", DTYPES[-1], device, names)
-    leaves = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
     op = with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu")
-
-    def step():
-        out = op(*inputs)
-        return out, *torch.autograd.grad(out, leaves, out.detach().sign())
-
+    step = partial(run_with_grads, op, draw("odd_sizes", DTYPES[-1], device, names))
     first = step()
     for _ in range(20 if device == "cuda" else 2):
-        assert all(torch.equal(x, y) for x, y in zip(step(), first, strict=True))
+        assert all(map(torch.equal, step(), first))
 
 
 def test_frozen_operands(device):
