@@ -89,7 +89,7 @@ class Design:
     tma: bool = False
     group_tiles: int = 8  # row tiles computed together for each column tile, to share operands in the L2 cache
 
-    @property
+    @functools.cached_property
     def tile_options(self) -> dict[str, int]:
         """Return the compile-time options of a kernel whose tiles are [BLOCK_M, BLOCK_N] of out."""
         block_m, block_n, block_k = self.tile_shape

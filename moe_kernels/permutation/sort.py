@@ -148,8 +148,7 @@ class SortedSlots(NamedTuple):
     def sort(self, topk_experts: Tensor) -> Permutation:
         """Write the permutation of these slots and return it."""
         permutation = self.permutation(len(topk_experts))
-        offsets, slot_to_row, row_to_token, table = permutation
-        results = offsets, slot_to_row, row_to_token, *table[:4]
+        results = *permutation[:3], *permutation.tile_table[:4]
         _launch_sort(topk_experts, self.num_sorted_experts, self.rows_of_block, results)
         return permutation
 

@@ -40,10 +40,10 @@ class Hazard(NamedTuple):
 
 
 @functools.cache
-def warp_specialize_lines(folder: Path = HOPPER) -> dict[str, set[tuple[str, int]]]:
+def warp_specialize_lines() -> dict[str, set[tuple[str, int]]]:
     """Return, by kernel, file and line of its `def` and of its call of `warp_specialize`."""
     found: dict[str, set[tuple[str, int]]] = {}
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(HOPPER.glob("*.py")):
         for function in ast.parse(path.read_text()).body:
             calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
             lines = {call.lineno for call in calls if ast.unparse(call.func) == "gl.warp_specialize"}

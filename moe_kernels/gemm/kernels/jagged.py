@@ -19,7 +19,7 @@ from ...types import TileTable
 from ..arguments.jagged import JaggedGemmArguments
 from ..kernel import Kernel, KernelMetadata, Status, WgradOperands
 from ..tile_table import MAX_GROUPS, larger, table_blocks, tile_table_bytes, tile_table_in, write_tile_table
-from .families import GroupedGemmKernel, WrappedGroupedGemm, num_programs, plain_products
+from .families import GroupedGemmKernel, WrappedGroupedGemm, num_programs, padded, plain_products
 from .hopper.grouped import WARP_SPECIALIZED_KERNELS
 from .pointer import POINTER_KERNELS
 from .tma import TMA_KERNELS
@@ -72,10 +72,8 @@ class JaggedGemm(WrappedGroupedGemm):
 
     def estimate(self, args: JaggedGemmArguments) -> float:
         """Return the multiplications of one reduction step, padding included."""
-        block_m, block_n, _ = self.metadata.design.tile_shape
         num_groups = self._num_table_groups(args)
-        row_tiles = num_groups * cdiv(cdiv(len(args.A), num_groups), block_m)
-        return row_tiles * block_m * cdiv(args.B.shape[1], block_n) * block_n
+        return num_groups * padded(cdiv(len(args.A), num_groups), args.B.shape[1], self.metadata.design)
 
     def _num_table_groups(self, args: JaggedGemmArguments) -> int:
         return args.num_groups if self.by_group else 1

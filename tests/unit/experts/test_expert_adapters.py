@@ -8,15 +8,14 @@ import torch
 
 from moe_kernels import Activation, fused_experts, reference, sort_by_expert
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.experts.operands import ExpertOperands
-from moe_kernels.experts.row_products import Rows
-from moe_kernels.experts.steps import Experts
 from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, assert_accurate, check_accuracy, make_inputs
-from moe_kernels.types import ExpertAdapters, ExpertWeights
+from moe_kernels.types import ExpertAdapters
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
+from ..compiled import assert_compiles
+from .test_experts import flat_operands
 
 triton_experts = partial(fused_experts, implementation="triton")
 SCALE = 0.5
@@ -181,28 +180,20 @@ def test_deterministic_and_frozen_base_needs_no_gradient_of_its_size(device):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_opcheck(recompute, device):
     tokens, weights, experts, w_up, w_down, *factors = draw(Case(6, 8, 4, 3, 2), torch.float32, device)
-    leaves = [t.requires_grad_() for t in (tokens, weights, w_up, w_down, *factors)]
-    adapters = ExpertAdapters(*leaves[4:], SCALE)
-    described = Experts.of(ExpertWeights(w_up, w_down), as_activation("test", "swiglu"), adapters=adapters)
-    described = described._replace(adapters=type(described.adapters)(*(f.detach() for f in described.adapters)))
-    rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
-    operands = ExpertOperands(tokens, described, weights, rows=rows, recompute=recompute)
-    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
+    leaves = [t.requires_grad_() for t in (tokens, weights, w_up, w_down)]
+    options = {"adapters": ExpertAdapters(*factors, SCALE), "recompute": recompute}
+    operands = flat_operands(*leaves, reference.sort_by_expert(experts, 3), **options)
+    torch.library.opcheck(fused_experts_op.overload, operands)
 
 
 def test_compiles_with_gradients(device):
     tokens, weights, experts, w_up, w_down, *factors = draw(ODD, torch.float32, device)
-    leaves = [t.requires_grad_() for t in (tokens, weights, *factors)]
     permutation = reference.sort_by_expert(experts, len(w_up))
 
-    def step(op, tokens, weights, *factors):
-        return op(tokens, weights, permutation, w_up, w_down, adapters=ExpertAdapters(*factors, SCALE))
+    def step(tokens, weights, *factors):
+        return triton_experts(tokens, weights, permutation, w_up, w_down, adapters=ExpertAdapters(*factors, SCALE))
 
-    results = []
-    for op in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        out = op(triton_experts, *leaves)
-        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-    assert all(map(torch.equal, *results))
+    assert_compiles(step, (tokens, weights, *factors))
 
 
 @pytest.mark.parametrize(

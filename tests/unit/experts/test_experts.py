@@ -17,13 +17,15 @@ from moe_kernels.experts.row_products import Rows
 from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import selection
 from moe_kernels.specs import as_activation
-from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs
+from moe_kernels.testing import CASES, Case, check_accuracy, make_inputs, run_with_grads
 from moe_kernels.types import ExpertWeights
 
 from ...dtypes import DTYPES
 from ...tiers import OP_CASES, default_tier, slow
+from ..compiled import assert_compiles
 
 triton_experts = partial(fused_experts, implementation="triton")
+NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 
 
 def draw(case, dtype, device, seed=0):
@@ -33,8 +35,9 @@ def draw(case, dtype, device, seed=0):
     return inputs.tokens, routed.topk_weights, routed.topk_experts, inputs.w_up, inputs.w_down
 
 
-def run(tokens, weights, experts, w_up, w_down, op=triton_experts):
-    return op(tokens, weights, reference.sort_by_expert(experts, len(w_up)), w_up, w_down)
+def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, op=triton_experts, **options):
+    permutation = reference.sort_by_expert(experts, len(w_up))
+    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -44,7 +47,7 @@ def test_matches_reference(case, dtype, device):
         run,
         partial(run, op=reference.fused_experts),
         partial(draw, CASES[case], dtype, device),
-        ("out", "dtokens", "dweights", "dw_up", "dw_down"),
+        NAMES[:5],
     )
 
 
@@ -83,12 +86,12 @@ def test_any_strides_of_the_permutation(device):
         row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
         slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
     )
-    operands = [tensor.requires_grad_() for tensor in (tokens, w_up, w_down)]
-    results = []
-    for chosen in (permutation, strided):
-        out = triton_experts(tokens, weights, chosen, w_up, w_down)
-        results.append([out, *torch.autograd.grad(out.sum(), operands)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def results(chosen):
+        return run_with_grads(lambda x, w, *matrices: triton_experts(x, w, chosen, *matrices), operands)
+
+    operands = tokens, weights, w_up, w_down
+    assert all(map(torch.equal, results(strided), results(permutation)))
 
 
 def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
@@ -102,8 +105,7 @@ def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
         *given, w_up, w_down = draw(case, DTYPES[-1], device, seed)
         return *given, *(weight.transpose(1, 2).contiguous() for weight in (w_up, w_down))
 
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down")
-    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, names)
+    check_accuracy(transposed, partial(transposed, op=reference.fused_experts), draw_stored, NAMES[:5])
     *given, w_up, w_down = draw(case, DTYPES[-1], device)
     w_up, w_down = (w.transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for w in (w_up, w_down))
     gradients = torch.autograd.grad(run(*given, w_up, w_down).sum(), (w_up, w_down))
@@ -140,14 +142,13 @@ def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
     kernel.run(none)
 
 
-def flat_operands(tokens, weights, *rest, activation="swiglu", weight_on_input=False, recompute=False, **options):
+def flat_operands(tokens, weights, *rest, activation="swiglu", reserved_sms=0, batch_invariant=False, **fields):
     """As the registered op takes them; `rest` are the experts' weights, then the permutation."""
     *of_experts, permutation = rest
-    kind = as_activation("test", activation)
-    experts = Experts.of(ExpertWeights(*of_experts), kind, weight_on_input=weight_on_input)
-    rows = Rows.of(permutation, **{"reserved_sms": 0, **options})
-    operands = ExpertOperands(tokens, experts, weights, rows=rows, recompute=recompute)
-    return fused_experts_op.schema_arguments(operands)
+    settings = {name: fields.pop(name) for name in ("adapters", "weight_on_input") if name in fields}
+    experts = Experts.of(ExpertWeights(*of_experts), as_activation("test", activation), **settings)
+    rows = Rows.of(permutation, reserved_sms=reserved_sms, batch_invariant=batch_invariant)
+    return fused_experts_op.schema_arguments(ExpertOperands(tokens, experts, weights, rows=rows, **fields))
 
 
 # The plain op, and every option alone and together.
@@ -177,10 +178,8 @@ def draw_variant(case, variant, dtype, device, seed=0):
     return tuple(operands)
 
 
-def run_variant(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant, op=triton_experts):
-    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
-    permutation = reference.sort_by_expert(experts, len(w_up))
-    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **options)
+def run_variant(*operands, variant, op=triton_experts):
+    return run(*operands, op=op, **{key: value for key, value in VARIANTS[variant].items() if key != "bias"})
 
 
 ODD = Case(33, 21, 13, 4, 2)
@@ -200,12 +199,11 @@ TWO_EMPTY = Case(33, 21, 13, 4, 2, "first")
     ],
 )
 def test_variants_match_reference(variant, case, dtype, device):
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
     check_accuracy(
         partial(run_variant, variant=variant),
         partial(run_variant, variant=variant, op=reference.fused_experts),
         partial(draw_variant, case, variant, dtype, device),
-        names if VARIANTS[variant].get("bias") else names[:5],
+        NAMES if VARIANTS[variant].get("bias") else NAMES[:5],
     )
 
 
@@ -268,32 +266,12 @@ def test_opcheck(device):
 
 @pytest.mark.parametrize("variant", ["plain", "gpt_oss"])
 def test_compiles_without_graph_break(variant, device):
-    operands = draw_variant(ODD, variant, DTYPES[-1], device)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
-    wanted = [t for t in leaves if t.requires_grad]
-
     def layer(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None):
         permutation = sort_by_expert(experts, 4, implementation="triton")
         options = {"b_up": b_up, "b_down": b_down, "activation": VARIANTS[variant].get("activation", "swiglu")}
         return triton_experts(tokens, weights, permutation, w_up, w_down, **options)
 
-    expected = layer(*leaves)
-    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
-    assert torch.equal(actual, expected)
-    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
-    assert all(torch.equal(a, b) for a, b in gradients)
-
-
-def bad_operands(**changes):
-    tokens, weights, experts, w_up, w_down = draw(Case(6, 8, 4, 3, 2), torch.float32, "cpu")
-    operands = {
-        "tokens": tokens,
-        "topk_weights": weights,
-        "permutation": reference.sort_by_expert(experts, 3),
-        "w_up": w_up,
-        "w_down": w_down,
-    }
-    return {**operands, **changes}
+    assert_compiles(layer, draw_variant(ODD, variant, DTYPES[-1], device))
 
 
 @pytest.mark.parametrize(
@@ -313,51 +291,33 @@ def bad_operands(**changes):
         ({"b_down": torch.zeros(3, 8).half()}, "one floating-point dtype"),
         ({"b_down": torch.zeros(3, 8, device="meta")}, "one device"),
         ({"reserved_sms": -1}, "reserved_sms must not be negative, got -1"),
+        ({"recompute": "down"}, r"recompute must be one of \(None, 'up'\), got 'down'"),
     ],
 )
 def test_bad_input(changes, message):
+    tokens, weights, experts, w_up, w_down = draw(Case(6, 8, 4, 3, 2), torch.float32, "cpu")
+    operands = {"tokens": tokens, "topk_weights": weights, "permutation": reference.sort_by_expert(experts, 3)}
     with pytest.raises(ValueError, match=message):
-        fused_experts(**bad_operands(**changes))
+        fused_experts(**{**operands, "w_up": w_up, "w_down": w_down, **changes})
 
 
 @pytest.mark.parametrize("variant", default_tier(["weight_on_input", "gpt_oss", "relu_bias", "bias"], ["gpt_oss"]))
 def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
-    options = {key: value for key, value in VARIANTS[variant].items() if key != "bias"}
-    tokens, weights, experts, *rest = draw_variant(ODD, variant, DTYPES[-1], device)
-    permutation = reference.sort_by_expert(experts, 4)
-    leaves = [tensor.requires_grad_() for tensor in (tokens, weights, *rest)]
-    biases = dict(zip(("b_up", "b_down"), leaves[4:], strict=False))
+    operands = draw_variant(ODD, variant, DTYPES[-1], device)
 
-    def run(recompute):
-        saved = []
+    def results(recompute):
+        saved, op = [], partial(triton_experts, recompute=recompute)
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            out = triton_experts(*leaves[:2], permutation, *leaves[2:4], **biases, **options, recompute=recompute)
-        upstream = torch.randn(out.shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(out.dtype)
-        return saved, (out, *torch.autograd.grad(out, leaves, upstream))
+            return saved, run_with_grads(partial(run_variant, variant=variant, op=op), operands)
 
-    (saved, results), (fewer, again) = run(None), run("up")
-    assert all(torch.equal(a, b) for a, b in zip(results, again, strict=True))
-    rows, columns = experts.numel(), rest[0].shape[1]
-    assert [t.shape for t in saved if t.shape == (rows, columns)] and not [
-        t for t in fewer if t.shape == (rows, columns)
-    ]
+    (saved, expected), (fewer, actual) = results(None), results("up")
+    assert all(map(torch.equal, actual, expected))
+    hidden = operands[2].numel(), operands[3].shape[1]
+    assert any(t.shape == hidden for t in saved) and not any(t.shape == hidden for t in fewer)
 
 
 def test_reserved_sms_change_no_bit(device):
     case = CASES["skewed"] if device == "cuda" else Case(9, 16, 8, 4, 2)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in draw(case, DTYPES[-1], device)]
-    wanted = [t for t in leaves if t.requires_grad]
-
-    def results(reserved_sms):
-        tokens, weights, experts, *rest = leaves
-        permutation = sort_by_expert(experts, len(rest[0]), implementation="triton")
-        out = triton_experts(tokens, weights, permutation, *rest, reserved_sms=reserved_sms)
-        return out, *torch.autograd.grad(out.float().square().sum(), wanted)
-
-    assert all(map(torch.equal, results(2), results(0)))
-
-
-def test_unknown_recompute(device):
-    tokens, weights, experts, w_up, w_down = draw(CASES["one_token"], DTYPES[0], device)
-    with pytest.raises(ValueError, match=r"recompute must be one of \(None, 'up'\), got 'down'"):
-        fused_experts(tokens, weights, reference.sort_by_expert(experts, 8), w_up, w_down, recompute="down")
+    operands = draw(case, DTYPES[-1], device)
+    actual, expected = (run_with_grads(partial(run, reserved_sms=number), operands) for number in (2, 0))
+    assert all(map(torch.equal, actual, expected))

@@ -31,11 +31,11 @@ def draw(device, dtype, num_tokens, activation, bias, d_model=24, d_ff=20):
     return normal(num_tokens, d_model), topk_weights, chosen.int().to(device), weights, normal(num_tokens, d_model)
 
 
-def draw_adapters(weights, rank=3):
+def draw_adapters(weights):
     """Return factors as the kernels read them, and as the reference does."""
     generator = torch.Generator().manual_seed(5)
     (num_experts, d_up, d_model), d_ff = weights.w_up.shape, weights.w_down.shape[2]
-    shapes = (rank, d_model), (d_up, rank), (rank, d_ff), (d_model, rank)
+    shapes = (3, d_model), (d_up, 3), (3, d_ff), (d_model, 3)
     factors = [0.3 * torch.randn(num_experts, *shape, generator=generator) for shape in shapes]
     adapters = ExpertAdapters(*(factor.to(weights.w_up) for factor in factors), 0.5)
     return Adapters.of(adapters, weights), adapters

@@ -5,20 +5,20 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import Activation, fused_experts, reference
+from moe_kernels import Activation, reference
 from moe_kernels.activation.functions import ACTIVATIONS, EPILOGUES, PLAIN_EPILOGUES
 from moe_kernels.experts.row_products import Rows
 from moe_kernels.experts.steps import Experts, activate
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import Kernel, Status, TmaDesign, WarpSpecializedDesign
 from moe_kernels.runtime.gluon import KNOWS_GLUON
-from moe_kernels.testing import check_accuracy
+from moe_kernels.testing import check_accuracy, run_with_grads
 from moe_kernels.types import ExpertWeights
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier
+from .test_experts import NAMES, run
 
-triton_experts = partial(fused_experts, implementation="triton")
 COMPUTED = [(activation, bias) for activation in ACTIVATIONS for bias in (False, True)]
 FUSED = [case for case in COMPUTED if case[0] in EPILOGUES or case[0] in PLAIN_EPILOGUES]
 # (rows of each expert, D, F): the last column tile is partial, and some slots are dropped, so rows follow the last
@@ -93,30 +93,16 @@ def test_fused_activations_and_biases_match_reference(activation, bias, device, 
     hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
     if hopper and (activation, bias) in FUSED:
         monkeypatch.setattr("moe_kernels.experts.row_products.launch_activation", None)  # a call would fail
-
-    def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, op=triton_experts):
-        permutation = reference.sort_by_expert(experts, len(w_up))
-        return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, activation=activation)
-
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
     check_accuracy(
-        run,
-        partial(run, op=reference.fused_experts),
+        partial(run, activation=activation),
+        partial(run, activation=activation, op=reference.fused_experts),
         partial(draw_uneven, activation, bias, DTYPES[-1], device),
-        names if bias else names[:5],
+        NAMES if bias else NAMES[:5],
     )
 
 
 @pytest.mark.parametrize("activation", ["silu", "gpt_oss"])
 def test_recomputed_preactivations_and_biases_give_the_same_bits(activation, device):
-    tokens, weights, experts, *rest = draw_uneven(activation, True, DTYPES[-1], device)
-    leaves = [t.requires_grad_() for t in (tokens, weights, *rest)]
-    permutation = reference.sort_by_expert(experts, len(rest[0]))
-
-    def gradients(recompute):
-        tokens, weights, w_up, w_down, b_up, b_down = leaves
-        options = {"b_up": b_up, "b_down": b_down, "activation": activation, "recompute": recompute}
-        out = triton_experts(tokens, weights, permutation, w_up, w_down, **options)
-        return out, *torch.autograd.grad(out.float().square().sum(), leaves)
-
-    assert all(torch.equal(a, b) for a, b in zip(gradients(None), gradients("up"), strict=True))
+    operands, op = draw_uneven(activation, True, DTYPES[-1], device), partial(run, activation=activation)
+    actual, expected = (run_with_grads(partial(op, recompute=recompute), operands) for recompute in ("up", None))
+    assert all(map(torch.equal, actual, expected))

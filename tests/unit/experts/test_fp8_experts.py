@@ -10,21 +10,18 @@ from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, re
 from moe_kernels.experts.fused import compute_experts
 from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.experts.operand_checks import check_fp8_gpu, warn_if_unmeasured
-from moe_kernels.experts.operands import ExpertOperands
-from moe_kernels.experts.row_products import Rows
-from moe_kernels.experts.steps import Experts
 from moe_kernels.quantization.fp8_weights import launch_quantize_weight, scaled_forms
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.specs import as_activation
 from moe_kernels.testing import Case, run_with_grads, to_float64
 from moe_kernels.types import ExpertWeights, ScaledForms
 
 from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
-from .test_experts import assert_frozen_operands_are_skipped, draw_variant
+from ..compiled import assert_compiles
+from .test_experts import NAMES, assert_frozen_operands_are_skipped, draw_variant, flat_operands
+from .test_experts import run as run_experts
 
-NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 SIXTEENS = Case(33, 48, 16, 4, 2)
 BLOCKS = Case(12, 144, 128, 2, 1)
 PARTIAL = Case(12, 144, 48, 2, 1)
@@ -46,12 +43,11 @@ def draw(case, variant, dtype, device, seed=0):
     return draw_variant(case, "plain" if variant == "saved" else variant, dtype, device, seed)
 
 
-def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, variant="plain", op=None, **options):
+def run(*operands, variant="plain", op=None, **options):
     given = {key: value for key, value in VARIANTS[variant].items() if key not in ("bias", "precision")}
-    permutation = reference.sort_by_expert(experts, len(w_up))
     precision = VARIANTS[variant].get("precision", "fp8")
     op = op or partial(fused_experts, precision=precision, implementation="triton")
-    return op(tokens, weights, permutation, w_up, w_down, b_up=b_up, b_down=b_down, **given, **options)
+    return run_experts(*operands, op=op, **given, **options)
 
 
 @pytest.mark.parametrize(
@@ -116,16 +112,9 @@ def test_errors_against_unquantised_operands_are_below_nine_per_cent(implementat
         assert 0.01 < (a - e).norm() / e.norm() < 0.09, name
 
 
-def leaves_of(operands):
-    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in operands]
-
-
-def results(operands, variant="plain", op=None, **options):
+def results(operands, **options):
     """Return the output and all gradients."""
-    leaves = leaves_of(operands)
-    out = run(*leaves, variant=variant, op=op, **options)
-    dout = torch.randn(out.shape, device=out.device, generator=torch.Generator(out.device).manual_seed(1)).to(out.dtype)
-    return out, *torch.autograd.grad(out, [t for t in leaves if t.requires_grad], dout)
+    return run_with_grads(partial(run, **options), operands)
 
 
 OPTIONS = [{"recompute": "up"}, {"reserved_sms": 2}, {"batch_invariant": True}]
@@ -204,12 +193,12 @@ def test_zero_tokens_and_zero_weights(device):
 
 
 def test_saves_what_the_op_saves_without_fp8(device):
-    operands = draw(BLOCKS, "plain", DTYPES[-1], device)
+    operands = [t.requires_grad_(t.is_floating_point()) for t in draw(BLOCKS, "plain", DTYPES[-1], device)]
 
     def saved(op):
         found = {}
         with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.data_ptr(), t), lambda t: t):
-            run(*leaves_of(operands), op=op)
+            run(*operands, op=op)
         return sum(tensor.nbytes for tensor in found.values())
 
     plain = saved(partial(fused_experts, implementation="triton"))
@@ -220,43 +209,28 @@ def test_saves_what_the_op_saves_without_fp8(device):
     assert saved(partial(fused_experts, implementation="triton", precision="fp8_saved")) == less
 
 
-def flat_operands(tokens, weights, experts, *of_experts, forms, recompute=False, precision="fp8"):
-    permutation = reference.sort_by_expert(experts, len(of_experts[0]))
-    kind = as_activation("test", "swiglu")
-    given = Experts.of(ExpertWeights(*of_experts), kind)
-    rows = Rows.of(permutation, reserved_sms=0)
-    operands = ExpertOperands(tokens, given, weights, rows=rows, recompute=recompute, precision=precision, forms=forms)
-    return fused_experts_op.schema_arguments(operands)
-
-
 @slow
 def test_opcheck(device):
-    operands = draw(Case(6, 32, 16, 3, 2), "gpt_oss", torch.float32, device)
-    leaves = [t.requires_grad_() if t.is_floating_point() else t for t in operands]
+    tokens, weights, experts, *matrices = draw(Case(6, 32, 16, 3, 2), "gpt_oss", torch.float32, device)
+    operands = [t.requires_grad_() for t in (tokens, weights, *matrices)] + [reference.sort_by_expert(experts, 3)]
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, forms=ScaledForms()), test_utils=checks)
+    flat = flat_operands(*operands, precision="fp8", forms=ScaledForms())
+    torch.library.opcheck(fused_experts_op.overload, flat, test_utils=checks)
     # The test of the schema compares tensors by products, which float8 lacks.
-    forms = scaled_forms(*(launch_quantize_weight(weight.detach()) for weight in leaves[3:5]))
-    for options in ({"forms": forms, "recompute": True}, {"forms": ScaledForms(), "precision": "fp8_saved"}):
-        torch.library.opcheck(fused_experts_op.overload, flat_operands(*leaves, **options), test_utils=checks[1:])
+    forms = scaled_forms(*(launch_quantize_weight(weight.detach()) for weight in matrices[:2]))
+    for precision, options in (("fp8", {"forms": forms, "recompute": True}), ("fp8_saved", {"forms": ScaledForms()})):
+        flat = flat_operands(*operands, precision=precision, **options)
+        torch.library.opcheck(fused_experts_op.overload, flat, test_utils=checks[1:])
 
 
 @pytest.mark.parametrize("implementation", default_tier(["triton", "reference"], {"triton"}))
 def test_compiles_without_graph_break(implementation, device):
-    operands = draw(SIXTEENS, "plain", DTYPES[-1], device)
-    leaves = leaves_of(operands)
-    wanted = [t for t in leaves if t.requires_grad]
-
     def layer(tokens, weights, experts, w_up, w_down):
         permutation = sort_by_expert(experts, 4, implementation=implementation)
         options = {"precision": "fp8", "implementation": implementation}
         return fused_experts(tokens, weights, permutation, w_up, w_down, **options)
 
-    expected = layer(*leaves)
-    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
-    assert torch.equal(actual, expected)
-    gradients = zip(torch.autograd.grad(actual.sum(), wanted), torch.autograd.grad(expected.sum(), wanted), strict=True)
-    assert all(torch.equal(a, b) for a, b in gradients)
+    assert_compiles(layer, draw(SIXTEENS, "plain", DTYPES[-1], device))
 
 
 @pytest.mark.gpu
@@ -277,30 +251,19 @@ def test_never_waits_and_is_captured_in_a_graph():
     assert all(map(torch.equal, again, expected))
 
 
-def bad(**changes):
-    tokens, weights, experts, w_up, w_down = draw(SIXTEENS, "plain", torch.float32, "cpu")
-    permutation = reference.sort_by_expert(experts, 4)
-    return {"w_up": w_up, "w_down": w_down, **changes}, (tokens, weights, permutation)
-
-
-def odd_sizes():
-    tokens, weights, experts, w_up, w_down = draw(Case(6, 48, 24, 4, 2), "plain", torch.float32, "cpu")
-    return {"w_up": w_up, "w_down": w_down}, (tokens, weights, reference.sort_by_expert(experts, 4))
-
-
 def test_bad_input():
-    options, operands = bad(precision="int8")
+    operands = draw(SIXTEENS, "plain", torch.float32, "cpu")
+    op = partial(run_experts, op=fused_experts)
     with pytest.raises(ValueError, match=r"precision must be one of \(None, 'fp8', 'fp8_saved'\), got 'int8'"):
-        fused_experts(*operands, **options)
-    options, operands = odd_sizes()
+        op(*operands, precision="int8")
     with pytest.raises(ValueError, match="needs multiples of 16, got d_model=48 and d_ff=24"):
-        fused_experts(*operands, **options, precision="fp8")
-    options, operands = bad(precision="fp8")
-    stored = {name: quantize(options[name], "fp8") for name in ("w_up", "w_down")}
+        op(*draw(Case(6, 48, 24, 4, 2), "plain", torch.float32, "cpu"), precision="fp8")
+    tokens, weights, experts, w_up, w_down = operands
+    stored, permutation = (quantize(w, "fp8") for w in (w_up, w_down)), reference.sort_by_expert(experts, 4)
     with pytest.raises(ValueError, match=r"quantises weights that are trained, got stored fp8 \(128x128\)"):
-        fused_experts(*operands, **{**options, **stored})
+        fused_experts(tokens, weights, permutation, *stored, precision="fp8")
     with pytest.raises(NotImplementedError, match="takes no adapters"):
-        fused_experts(*operands, **options, adapters=ExpertAdapters())
+        op(*operands, precision="fp8", adapters=ExpertAdapters())
     with pytest.raises(NotImplementedError, match=r"needs a GPU of compute capability 9\.0, this one has 8\.9"):
         check_fp8_gpu(89)
     check_fp8_gpu(90)

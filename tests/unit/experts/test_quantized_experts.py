@@ -11,9 +11,7 @@ from moe_kernels import Activation, fused_experts, get_kernels, reference
 from moe_kernels.experts import row_products as rows_module
 from moe_kernels.experts.chunked import ExpertsInParts
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.row_products import Rows
-from moe_kernels.experts.steps import Experts
 from moe_kernels.gemm import rule, selection
 from moe_kernels.gemm.arguments.decoding import DecodingGemmArguments
 from moe_kernels.gemm.kernel import StreamingDesign
@@ -22,7 +20,7 @@ from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.specs import as_activation
-from moe_kernels.testing import Case, check_accuracy, make_inputs
+from moe_kernels.testing import Case, check_accuracy, make_inputs, run_with_grads
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import check
 from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight
@@ -30,12 +28,20 @@ from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight
 from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
+from ..compiled import assert_compiles
+from .test_experts import flat_operands
 
 SCALE = 0.5
 NAMES = ("out", "dtokens", "dweights", "dup_a", "dup_b", "ddown_a", "ddown_b")
 ODD = Case(11, 38, 22, 3, 2)  # rows of no whole block, except for mxfp4
 BLOCKS = Case(11, 64, 32, 3, 2)
 WIDE = Case(40, 192, 160, 3, 2)  # several steps and column tiles
+SIZES = {
+    "wide": WIDE,
+    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
+    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
+    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
+}
 VARIANTS = {
     "recompute": {"recompute": "up"},
     "batch_invariant": {"batch_invariant": True},
@@ -100,8 +106,8 @@ def run_reference(*operands, **options):
     return run_dequantised(*operands, op=reference.fused_experts, **kept)
 
 
-def case_for(format, case=ODD):
-    return BLOCKS if format == "mxfp4" and case is ODD else case
+def case_for(format):
+    return BLOCKS if format == "mxfp4" else ODD
 
 
 @pytest.mark.parametrize("dtype", default_tier(DTYPES, {torch.float16}), ids=str)
@@ -129,12 +135,18 @@ def test_variants_match_reference(variant, device):
     )
 
 
-@pytest.mark.parametrize("format", default_tier(FORMATS, {"fp8", "mxfp4"}))
-def test_several_steps_and_tiles_without_adapters(format, device):
+@pytest.mark.parametrize(
+    ("format", "sizes"),
+    default_tier(
+        [*((format, "wide") for format in FORMATS), *(("int8", sizes) for sizes in SIZES if sizes != "wide")],
+        {("fp8", "wide"), ("mxfp4", "wide"), ("int8", "higher_than_a_tile")},
+    ),
+)
+def test_steps_and_tiles_without_adapters(format, sizes, device):
     check_accuracy(
         partial(run, format=format),
         partial(run_reference, format=format, dtype=torch.float16),
-        lambda seed: draw(WIDE, torch.float16, device, seed)[:7],
+        lambda seed: draw(SIZES[sizes], torch.float16, device, seed)[:7],
         NAMES[:3],
         FROZEN,
     )
@@ -178,24 +190,6 @@ def test_the_rule_streams_weights_of_few_rows_on_hopper():
         ]
 
 
-HEIGHTS = {
-    "higher_than_a_tile": Case(24, 40, 24, 4, 1, "first"),
-    "40_rows": Case(80, 40, 24, 2, 1, "zipf"),
-    "100_rows": Case(200, 40, 24, 2, 1, "zipf"),
-}
-
-
-@pytest.mark.parametrize("case", default_tier(HEIGHTS, {"higher_than_a_tile"}))
-def test_groups_and_tiles_of_other_heights(case, device):
-    check_accuracy(
-        partial(run, format="int8"),
-        partial(run_reference, format="int8", dtype=torch.float16),
-        lambda seed: draw(HEIGHTS[case], torch.float16, device, seed)[:7],
-        NAMES[:3],
-        FROZEN,
-    )
-
-
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("form", default_tier([*FORMATS, *VARIANTS], {*FORMATS, "batch_invariant"}))
 def test_dequantised_weights_give_the_same_bits(form, implementation, device, monkeypatch):
@@ -203,13 +197,8 @@ def test_dequantised_weights_give_the_same_bits(form, implementation, device, mo
     format, options = (form, {}) if form in FORMATS else ("int8", VARIANTS[form])
     options = options | {"implementation": implementation}
     operands = draw(case_for(format), DTYPES[-1], device, activation=options.get("activation", "swiglu"))
-    results = []
-    for op in (run, run_dequantised):
-        leaves = [t.clone().requires_grad_() if t.is_floating_point() else t for t in operands]
-        wanted = [leaves[i] for i in (0, 1, 7, 8, 9, 10)]
-        out = op(*leaves[:3], *operands[3:7], *leaves[7:], format=format, **options)
-        results.append((out, *torch.autograd.grad(out.float().square().sum(), wanted)))
-    assert all(map(torch.equal, *results))
+    ops = (partial(op, format=format, **options) for op in (run, run_dequantised))
+    assert all(map(torch.equal, *(run_with_grads(op, operands, frozen=FROZEN) for op in ops)))
 
 
 def test_sizes_alone_decide(device):
@@ -378,18 +367,13 @@ def test_compiles_with_gradients(implementation, path, device):
     operands = draw(BLOCKS, torch.float32, device)
     stored = [quantize(weight, "fp8") for weight in operands[3:5]]
     permutation = reference.sort_by_expert(operands[2], 3)
-    leaves = [t.requires_grad_() for t in (*operands[:2], *operands[7:])]
 
     def step(tokens, weights, *factors):
         adapters = ExpertAdapters(*factors, SCALE)
         options = {"adapters": adapters, "implementation": implementation}
         return fused_experts(tokens, weights, permutation, *stored, **options)
 
-    results = []
-    for op in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
-        out = op(*leaves)
-        results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-    assert all(map(torch.equal, *results))
+    assert_compiles(step, (*operands[:2], *operands[7:]))
 
 
 def test_meta_tensors():
@@ -410,11 +394,10 @@ def to_meta(weight):
 @slow
 def test_opcheck(device):
     tokens, weights, experts, w_up, w_down, *_ = draw(Case(6, 64, 32, 3, 2), torch.float32, device)
-    stored = ExpertWeights(quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested"))
-    rows = Rows.of(reference.sort_by_expert(experts, 3), reserved_sms=0)
-    described = Experts.of(stored, as_activation("test", "swiglu"))
-    operands = ExpertOperands(tokens.requires_grad_(), described, weights.requires_grad_(), rows=rows)
-    torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(operands))
+    stored = (quantize(weight, "nf4_nested") for weight in (w_up, w_down))
+    leaves = tokens.requires_grad_(), weights.requires_grad_()
+    operands = flat_operands(*leaves, *stored, reference.sort_by_expert(experts, 3))
+    torch.library.opcheck(fused_experts_op.overload, operands)
 
 
 def test_bad_weights_are_named(device):

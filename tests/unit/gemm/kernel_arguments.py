@@ -46,6 +46,30 @@ def supported_arguments(kernel, device):
     return args
 
 
+def run_or_skip(kernel, args):
+    """Run the kernel, or skip the test if it does not support the arguments on this machine."""
+    skip_unless_supported(kernel, args)
+    kernel.run(args)
+
+
+def skip_unless_supported(kernel, args):
+    if not (status := kernel.supports(args)):
+        pytest.skip(status.error)
+
+
+def skip_without_float8():
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+
+
+def shuffled(rows):
+    """Return tokens, and the index by which a gather reads the rows from them."""
+    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).int().to(rows.device)
+    tokens = torch.empty_like(rows)
+    tokens[index.long()] = rows
+    return tokens, index
+
+
 def _arguments_for(kernel, device):
     metadata = kernel.metadata
     generator = torch.Generator(device).manual_seed(0)

@@ -17,6 +17,7 @@ from moe_kernels.testing import Case, assert_accurate, make_inputs, make_permuta
 from moe_kernels.types import ExpertWeights
 
 from ...dtypes import DTYPES
+from .kernel_arguments import run_or_skip, shuffled
 
 KERNELS = get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is ActivationGradientArguments)
 UNEVEN = [0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65]
@@ -45,12 +46,7 @@ def draw(kernel, case, device, seed=0):
     weights = torch.rand(num_rows, device=device, generator=generator)
     for rows in (a, hidden, weights):
         rows[sum(sizes) :] = torch.nan
-    index = None
-    if kernel.metadata.design.gather:
-        index = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
-        tokens = torch.empty_like(a)
-        tokens[index.long()] = a
-        a = tokens
+    a, index = shuffled(a) if kernel.metadata.design.gather else (a, None)
     written = [torch.full_like(hidden, torch.nan), empty_rows(a, num_rows, d_ff).fill_(torch.nan)]
     return ActivationGradientArguments(
         a,
@@ -67,9 +63,7 @@ def draw(kernel, case, device, seed=0):
 
 
 def run_and_check(kernel, args):
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     for first in range(len(args.B)):
         check_result(args, kernel.metadata.kernel_name, first=first)
     end = args.offsets[-1]

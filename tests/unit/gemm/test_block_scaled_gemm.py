@@ -17,6 +17,7 @@ from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import check
 
 from ...tiers import default_tier
+from .kernel_arguments import run_or_skip, shuffled
 
 KERNELS = get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is BlockScaledGemmArguments)
 # (rows of each group, rows without a group, K, N)
@@ -51,9 +52,7 @@ def draw(case, device, *, gather, out_dtype=torch.float16, row_scales=True, seed
     a[sum(sizes) :] = torch.nan
     row_to_token = None
     if gather:
-        row_to_token = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
-        tokens = torch.empty_like(a)
-        tokens[row_to_token.long()] = a
+        tokens, row_to_token = shuffled(a)
         a = torch.cat([tokens, torch.full_like(a[:2], torch.nan)])
     (a, scale_a), (b, scale_b) = quantize_blocks(a, 1, BLOCK), quantize_blocks(b, BLOCK, BLOCK)
     return BlockScaledGemmArguments(
@@ -67,17 +66,11 @@ def draw(case, device, *, gather, out_dtype=torch.float16, row_scales=True, seed
     )
 
 
-def skip_unless_supported(kernel, args):
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-
-
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_every_kernel(kernel, case, device):
     args = draw(case, device, gather=kernel.metadata.design.gather)
-    skip_unless_supported(kernel, args)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     for first in range(len(args.B)):
         check_result(args, kernel.metadata.kernel_name, first=first)
     assert args.out.isfinite().all() and not args.out[args.offsets[-1] :].any()
@@ -86,8 +79,7 @@ def test_every_kernel(kernel, case, device):
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
 def test_rows_past_the_groups_stay_unwritten_on_request(kernel, device):
     args = dataclasses.replace(draw("tail", device, gather=kernel.metadata.design.gather), zero_tail=False)
-    skip_unless_supported(kernel, args)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     assert args.out[: args.offsets[-1]].isfinite().all() and args.out[args.offsets[-1] :].isnan().all()
 
 

@@ -26,6 +26,7 @@ from moe_kernels.tools.measurement_keys import arguments_of
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier
+from .kernel_arguments import run_or_skip, shuffled, skip_unless_supported
 
 KERNELS = [kernel for kernel in get_kernels() if kernel.metadata.operands.A.dtype in DTYPES]
 FORWARD = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
@@ -75,30 +76,21 @@ def draw(kernel, case, device, transposed=False):
     dout[sum(sizes) :] = torch.nan
     if transposed:
         b = b.mT.contiguous().mT
-    offsets = torch.tensor(sizes).cumsum(0).int().to(device)
-    # A gather from a shuffled copy must equal the result of the rows in place.
-    row_to_token = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0)).int().to(device)
-    return a, b, dout, offsets, row_to_token
-
-
-def scatter_rows(rows, row_to_token):
-    """Return tokens such that tokens[row_to_token] are the rows."""
-    tokens = torch.empty_like(rows)
-    tokens[row_to_token.long()] = rows
-    return tokens
+    return a, b, dout, torch.tensor(sizes).cumsum(0).int().to(device)
 
 
 def forward_arguments(kernel, case, device, transposed=False):
     """Return the arguments, and (a, b, offsets) for the reference."""
-    a, b, _, offsets, row_to_token = draw(kernel, case, device, transposed)
-    gather, epilogue = kernel.metadata.design.gather, kernel.metadata.epilogue
+    a, b, _, offsets = draw(kernel, case, device, transposed)
+    tokens, row_to_token = shuffled(a) if kernel.metadata.design.gather else (a, None)
+    epilogue = kernel.metadata.epilogue
     product = torch.full((len(a), b.shape[2]), torch.nan, dtype=a.dtype, device=device)
     args = GroupedGemmArguments(
-        scatter_rows(a, row_to_token) if gather else a,
+        tokens,
         b,
         product if epilogue is None else product[:, : b.shape[2] // (1 + is_gated(epilogue))].clone(),
         offsets=offsets,
-        row_to_token=row_to_token if gather else None,
+        row_to_token=row_to_token,
         epilogue=epilogue,
         preactivation=None if epilogue is None else product,
     )
@@ -110,9 +102,7 @@ def forward_arguments(kernel, case, device, transposed=False):
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_forward_kernel(kernel, case, transposed, device):
     args, operands = forward_arguments(kernel, case, device, transposed)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     check_forward(args, *operands)
 
 
@@ -158,9 +148,7 @@ def test_forward_kernel_with_bias(kernel, case, bias_dtype, device):
     memory = torch.full((len(b) + 1, b.shape[2] + 8), torch.nan, dtype=bias.dtype, device=device)
     memory[: len(b), : b.shape[2]] = bias
     args = dataclasses.replace(args, bias=memory[: len(b), : b.shape[2]])
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     check_forward(args, a, b, offsets, bias)
     end = int(offsets[-1])
     assert not args.out[end:].any() and not args.product[end:].any()
@@ -227,9 +215,7 @@ def test_every_epilogue(kernel, activation, device):
     listed, kernel = kernel, kernel.with_epilogue(activation)
     assert name_of(kernel) == name_of(listed).replace(f"_{listed.metadata.epilogue}", f"_{activation}")
     args, operands = forward_arguments(kernel, "deep", device, transposed=True)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     check_forward(args, *operands)
 
 
@@ -268,8 +254,7 @@ def test_every_plain_activation_is_an_epilogue_of_a_warp_specialized_kernel():
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_tail_is_left_alone_on_request(kernel, device):
     args, _ = forward_arguments(kernel, "tail", device, transposed=kernel.metadata.operands.B.layout == "column")
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
+    skip_unless_supported(kernel, args)
     kernel.run(dataclasses.replace(args, zero_tail=False))
     end = int(args.offsets[-1])
     assert args.out[end:].isnan().all() and args.out[:end].isfinite().all()
@@ -281,8 +266,7 @@ def test_a_tile_touches_no_row_of_another_group(kernel, device):
     args, (a, _, offsets) = forward_arguments(
         kernel, "tile_edges", device, kernel.metadata.operands.B.layout == "column"
     )
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
+    skip_unless_supported(kernel, args)
     table = reference.tile_table(offsets, len(a), kernel.metadata.design.tile_shape[0])
     for group in (1, 2, 4):
         tiles = table.tiles[(table.tiles[:, 0] == group).nonzero().flatten()].contiguous()
@@ -303,15 +287,12 @@ def test_a_tile_touches_no_row_of_another_group(kernel, device):
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
 @pytest.mark.parametrize("kernel", WGRAD, ids=name_of)
 def test_wgrad_kernel(kernel, case, gathered, device):
-    a, b, dout, offsets, row_to_token = draw(kernel, case, device)
+    a, b, dout, offsets = draw(kernel, case, device)
     operands, index = {"A": a, "dout": dout}, {}
     if kernel.metadata.design.gather:
-        operands[gathered] = scatter_rows(operands[gathered], row_to_token)
-        index["a_row_to_token" if gathered == "A" else "dout_row_to_token"] = row_to_token
+        operands[gathered], index[f"{gathered.lower()}_row_to_token"] = shuffled(operands[gathered])
     args = WgradArguments(**operands, out=torch.full_like(b, torch.nan), offsets=offsets, **index)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     a, dout = a.nan_to_num(), dout.nan_to_num()
     baseline = reference.grouped_gemm_wgrad(a, dout, offsets)
     assert_accurate(args.out, baseline, reference.grouped_gemm_wgrad(*to_float64((a, dout, offsets))))

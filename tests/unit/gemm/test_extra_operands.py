@@ -15,8 +15,8 @@ from ...dtypes import DTYPES
 COUNTS = {"cuda": (0, 37, 5, 130), "cpu": (0, 17, 2)}  # the interpreter is slow
 
 
-def make_args(device, dtype, *, rank=16, gather=False, column=True, size_k=72, num_columns=96, seed=0):
-    generator = torch.Generator(device).manual_seed(seed)
+def make_args(device, dtype, *, rank=16, gather=False, column=True, size_k=72):
+    generator, num_columns = torch.Generator(device).manual_seed(0), 96
 
     def randn(*shape):
         return torch.randn(shape, device=device, generator=generator).to(dtype)

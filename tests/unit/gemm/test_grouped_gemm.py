@@ -12,7 +12,7 @@ from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernels import float32_products
 from moe_kernels.gemm.kernels.float32_products import has_fast_float64
 from moe_kernels.gemm.ops.grouped_gemm import _grouped_gemm_op, _wgrad_op
-from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier
@@ -105,15 +105,11 @@ def test_agrees_with_torch(implementation, dtype, sizes, tail, size_k, size_n, t
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strided_operands_with_gradients(dtype, device):
     a, b, offsets = draw("odd_sizes", dtype, device)
-    plain = [t.detach().requires_grad_() for t in (a, b)]
-    expected = torch.autograd.grad(triton_gemm(*plain, offsets).sum(), plain)
     spread = torch.full((2 * len(a), 3 * a.shape[1]), torch.nan, dtype=dtype, device=device)[::2, 1::3]
-    strided = [spread.copy_(a).detach(), b.transpose(1, 2).contiguous().transpose(1, 2)]
-    strided = [t.detach().requires_grad_() for t in strided]
-    assert torch.equal(triton_gemm(*strided, offsets), triton_gemm(a, b, offsets))
-    actual = torch.autograd.grad(triton_gemm(*strided, offsets).sum(), strided)
-    assert all(torch.equal(gradient, e) for gradient, e in zip(actual, expected, strict=True))
-    assert actual[1].stride() == strided[1].stride()
+    strided = spread.copy_(a), b.transpose(1, 2).contiguous().transpose(1, 2)
+    actual, expected = (run_with_grads(triton_gemm, (*operands, offsets)) for operands in (strided, (a, b)))
+    assert all(map(torch.equal, actual, expected))
+    assert actual[2].stride() == strided[1].stride()
 
 
 def test_rows_of_a_neighbour_do_not_leak(device):
@@ -289,12 +285,8 @@ def test_reference_compiles_with_group_sizes_as_symbols(backend, by_columns):
     a, b, offsets = draw("tail", torch.float64, "cpu")
     a = a.T.contiguous().T if by_columns else a
     run = partial(grouped_gemm, implementation="reference")
-    results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
-        leaves = [tensor.detach().requires_grad_() for tensor in (a, b)]
-        out = function(*leaves, offsets)
-        results.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
-    torch.testing.assert_close(*results)
+    compiled = torch.compile(run, fullgraph=True, backend=backend)
+    torch.testing.assert_close(*(run_with_grads(function, (a, b, offsets)) for function in (compiled, run)))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,12 @@ from moe_kernels.gemm.passes import launch_bias_and_scale
 from moe_kernels.gemm.selection import find
 from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.runtime.checks import check_float8
-from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
+from ..compiled import assert_compiles
+from .kernel_arguments import skip_without_float8
 
 FLOAT8 = torch.float8_e4m3fn
 IMPLEMENTATIONS = ("triton", "reference")
@@ -74,18 +76,13 @@ def check(case, dtype, device, names, **fixed):
     )
 
 
-@pytest.mark.parametrize("names", OPTIONS, ids="+".join)
+@pytest.mark.parametrize(
+    ("names", "activation"), [*((names, None) for names in OPTIONS), ((), "swiglu"), (OPTIONS[-1], "swiglu")], ids=str
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", default_tier(CASES, {"odd_sizes"}))
-def test_matches_reference(case, dtype, names, device):
-    check(case, dtype, device, names)
-
-
-@pytest.mark.parametrize("names", [(), ("bias", "row_scale")], ids=["plain", "bias+row_scale"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", default_tier(CASES, {"odd_sizes"}))
-def test_activation_matches_reference(case, dtype, names, device):
-    check(case, dtype, device, names, activation="swiglu")
+def test_matches_reference(case, dtype, names, activation, device):
+    check(case, dtype, device, names, activation=activation)
 
 
 @pytest.mark.parametrize("activation", [None, "swiglu"])
@@ -162,11 +159,6 @@ KERNELS = [
 ]
 
 
-def skip_without_float8(dtype):
-    if dtype == FLOAT8 and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
-
-
 def as_precise_as_the_gpu(dtype, *results):
     """Tensor cores sum the float8 products of a step with fewer bits than float32, but more than float16."""
     return [result.half() if dtype == FLOAT8 and result.is_cuda else result for result in results]
@@ -177,7 +169,8 @@ def test_each_kernel_with_every_optional_operand(kernel, device):
     dtype = kernel.metadata.operands.A.dtype
     # test_extra_operands.py adds the second product.
     names = [name for name in kernel.metadata.optional_operands if not name.startswith("extra_")]
-    skip_without_float8(dtype)
+    if dtype == FLOAT8:
+        skip_without_float8()
     inputs = draw("odd_sizes", dtype, device, names)
     a, b, offsets, *options = inputs
     end = int(offsets[-1])
@@ -206,7 +199,7 @@ def test_each_kernel_with_every_optional_operand(kernel, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("names", [(), ("scale_a", "scale_b"), ("bias", "row_scale", "scale_a", "scale_b")], ids=len)
 def test_float8(names, dtype, device):
-    skip_without_float8(FLOAT8)
+    skip_without_float8()
     for case in CASES:
         inputs = draw(case, FLOAT8, device, names)
         options = dict(zip(names, inputs[3:], strict=True))
@@ -272,17 +265,11 @@ def test_wgrad_is_differentiable(dtype, device):
 
 def test_repeats_bitwise(device):
     names = ("bias", "row_scale")
-    inputs = draw("odd_sizes", DTYPES[-1], device, names)
-    leaves = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
     op = with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu")
-
-    def step():
-        out = op(*inputs)
-        return out, *torch.autograd.grad(out, leaves, out.detach().sign())
-
+    step = partial(run_with_grads, op, draw("odd_sizes", DTYPES[-1], device, names))
     first = step()
     for _ in range(20 if device == "cuda" else 2):
-        assert all(torch.equal(x, y) for x, y in zip(step(), first, strict=True))
+        assert all(map(torch.equal, step(), first))
 
 
 def test_frozen_operands(device):
@@ -321,20 +308,14 @@ def test_opcheck(device):
 def test_compiles_without_graph_break(device):
     names = ("bias", "row_scale")
     inputs = draw("odd_sizes", torch.float32, device, names)
-    leaves = [tensor.requires_grad_() for tensor in inputs if tensor.is_floating_point()]
-    op = with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu")
-    out = torch.compile(op, fullgraph=True, backend="aot_eager")(*inputs)
-    assert torch.equal(out, op(*inputs))
-    actual, expected = (torch.autograd.grad(o.sum(), leaves) for o in (out, op(*inputs)))
-    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert_compiles(with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu"), inputs)
 
     def into(out, *inputs):
         return with_options(partial(grouped_gemm, implementation="triton", out=out), names)(*inputs)
 
-    plain = [tensor.detach() for tensor in inputs]
-    memory = torch.empty(len(plain[0]), plain[1].shape[2], device=device)
-    torch.compile(into, fullgraph=True, backend="aot_eager")(memory, *plain)
-    assert torch.equal(memory, into(torch.empty_like(memory), *plain))
+    memory = torch.empty(len(inputs[0]), inputs[1].shape[2], device=device)
+    torch.compile(into, fullgraph=True, backend="aot_eager")(memory, *inputs)
+    assert torch.equal(memory, into(torch.empty_like(memory), *inputs))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from moe_kernels.testing import assert_accurate
 from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
 from ...tiers import default_tier
+from ..compiled import assert_compiles
+from .kernel_arguments import run_or_skip, skip_without_float8
 
 FLOAT8 = torch.float8_e4m3fn
 triton_list = partial(grouped_gemm_list, implementation="triton")
@@ -104,20 +106,13 @@ def test_kernel(kernel, case, layouts, device):
     out_list = [out[:, :n] for out, (_, n) in zip(outs, shapes, strict=True)]
     epilogue = kernel.metadata.epilogue
     args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
     expected = [joined(reference_list(a_list, b_list, out_dtype=out_dtype)), joined(exact)]
     if epilogue is not None:
         expected = [reference.apply_activation(product, epilogue) for product in expected]
     assert_accurate(joined(args.out_list), *expected)
     assert all(out[:, n:].isnan().all() for out, (_, n) in zip(outs, shapes, strict=True)), "wrote between rows"
-
-
-def skip_without_float8():
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
 
 
 FLOAT8_CASES = {
@@ -304,13 +299,11 @@ def test_opcheck(by_columns, device):
 
 def test_compiles_without_graph_break(device):
     a_list, b_list = draw("unlike", torch.float32, device)
-    leaf = a_list[1].requires_grad_()
-    compiled = torch.compile(triton_list, fullgraph=True, backend="aot_eager")
-    results = []
-    for op in (compiled, triton_list):
-        outs = op(a_list, b_list)
-        results.append([*outs, *torch.autograd.grad(sum(out.sin().sum() for out in outs), leaf)])
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+
+    def products(leaf):
+        return joined(triton_list([a_list[0], leaf, *a_list[2:]], b_list))
+
+    assert_compiles(products, (a_list[1],))
 
 
 MATRIX = torch.zeros(4, 3), torch.zeros(3, 5)
@@ -375,13 +368,11 @@ def test_supports_names_the_operand(change, error):
     ],
 )
 def test_what_tma_refuses_the_pointer_kernel_takes(problem, error):
-    from moe_kernels.gemm.selection import find
-
     tma = next(k for k in KERNELS if k.metadata.operands.A.dtype == torch.float16 and k.metadata.design.tma)
     good = torch.zeros(8, 8).half(), torch.zeros(8, 8).half()
     a_list, b_list = zip(good, problem, strict=True)
     outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
     args = GroupedGemmListArguments(a_list, b_list, outs)
     assert error in tma.supports(args).error
-    if kernel := find(args):  # None on a machine with a GPU, because these tensors are on the CPU
+    if kernel := selection.find(args):  # None on a machine with a GPU, because these tensors are on the CPU
         assert not kernel.metadata.design.tma

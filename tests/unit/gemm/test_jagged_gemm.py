@@ -11,6 +11,8 @@ from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
 from ...tiers import default_tier, slow
+from ..compiled import assert_compiles
+from .kernel_arguments import run_or_skip
 
 triton_jagged = partial(jagged_gemm, implementation="triton")
 # Below the check of the first offset, which a GPU lacks.
@@ -64,9 +66,7 @@ def test_kernel(kernel, case, transposed, device):
     a[: offsets[0]] = torch.nan
     a[offsets[-1] :] = torch.nan
     args = JaggedGemmArguments(a, b, a.new_full((len(a), b.shape[1]), torch.nan), offsets)
-    if not (status := kernel.supports(args)):
-        pytest.skip(status.error)
-    kernel.run(args)
+    run_or_skip(kernel, args)
     exact = reference.jagged_gemm(*to_float64((clean, b, offsets)))
     assert_accurate(args.out, reference.jagged_gemm(clean, b, offsets), exact)
     assert not args.out[: offsets[0]].any() and not args.out[offsets[-1] :].any()
@@ -234,9 +234,7 @@ def test_repeats_bitwise(device):
     dout = torch.randn(len(a), b.shape[1], device=device).to(a.dtype)
     first = gradients(_jagged_gemm_op, a, b, offsets, dout)
     for _ in range(20 if device == "cuda" else 1):
-        assert all(
-            torch.equal(x, y) for x, y in zip(gradients(_jagged_gemm_op, a, b, offsets, dout), first, strict=True)
-        )
+        assert all(map(torch.equal, gradients(_jagged_gemm_op, a, b, offsets, dout), first))
 
 
 def test_frozen_operands_get_no_gradient(device):
@@ -256,11 +254,7 @@ def test_opcheck(transposed, device):
 
 
 def test_compiles_without_graph_break(device):
-    a, b, offsets = draw("from_zero", torch.float32, device)
-    dout = torch.ones(len(a), b.shape[1], device=device)
-    compiled = torch.compile(triton_jagged, fullgraph=True, backend="aot_eager")
-    results = [gradients(op, a, b, offsets, dout) for op in (compiled, triton_jagged)]
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    assert_compiles(triton_jagged, draw("from_zero", torch.float32, device))
 
 
 @pytest.mark.parametrize(

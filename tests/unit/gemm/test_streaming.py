@@ -16,6 +16,7 @@ from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.types import QuantizedWeight
 
 from ...tiers import default_tier
+from .kernel_arguments import shuffled
 
 KERNELS = get_kernels(metadata_filter=lambda metadata: isinstance(metadata.design, StreamingDesign))
 PLAIN = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
@@ -42,12 +43,7 @@ def draw_rows(size_k, dtype, device, gather):
     rows = torch.randn(sum(SIZES) + TAIL, size_k, device=device, generator=torch.Generator(device).manual_seed(0))
     rows[sum(SIZES) :] = torch.nan
     rows, offsets = rows.to(dtype), torch.tensor(SIZES, device=device).cumsum(0).int()
-    if not gather:
-        return rows, offsets, rows, None
-    index = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).int().to(device)
-    tokens = torch.empty_like(rows)
-    tokens[index.long()] = rows
-    return rows, offsets, tokens, index
+    return rows, offsets, *(shuffled(rows) if gather else (rows, None))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,12 @@ from moe_kernels.gemm.tile_table import MAX_GROUPS, empty_tile_table, make_tile_
 from ...tiers import default_tier
 
 
+def assert_same_table(actual, expected):
+    for name in ("bounds", "tiles", "num_tiles", "order"):
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert actual.block_rows == expected.block_rows
+
+
 @pytest.mark.parametrize(
     ("offsets", "num_rows"),
     [
@@ -25,8 +31,7 @@ def test_matches_reference(offsets, num_rows, block_rows, device):
     offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
     actual = make_tile_table(offsets, num_rows, block_rows)
     expected = reference.tile_table(offsets, num_rows, block_rows)
-    for name in ("bounds", "tiles", "num_tiles", "order"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert_same_table(actual, expected)
 
 
 @pytest.mark.parametrize("num_groups", default_tier([300, 1030], [300]))
@@ -35,8 +40,7 @@ def test_many_groups(num_groups, device):
     offsets = sizes.cumsum(0).int().to(device)
     actual = make_tile_table(offsets, int(offsets[-1]) + 5, 256)
     expected = reference.tile_table(offsets, int(offsets[-1]) + 5, 256)
-    for name in ("bounds", "tiles", "num_tiles", "order"):
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert_same_table(actual, expected)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 20, 67])

@@ -14,6 +14,7 @@ from moe_kernels.tools.tune import check
 
 from ...processes import run_python
 from ...tiers import slow
+from .kernel_arguments import skip_without_float8
 from .test_catalog_run import ARGUMENTS, gemm_arguments, grouped_arguments, wgrad_arguments
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to check")
@@ -75,16 +76,13 @@ CASES = {
     "list": list_arguments,
 }
 
-FLOAT8_CC = (8, 9)
-
 
 def result_of(args):
     return args.out_list[-1] if isinstance(args, GroupedGemmListArguments) else args.out
 
 
 def test_float8(device):
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < FLOAT8_CC:
-        pytest.skip("needs compute capability 8.9")
+    skip_without_float8()
     args = float8_arguments(device)
     selection.run(args)
     check_result(args, "right")

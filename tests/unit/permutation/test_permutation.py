@@ -9,6 +9,7 @@ from moe_kernels.testing import CASES, check_accuracy, make_inputs, make_permuta
 
 from ...dtypes import DTYPES
 from ...tiers import OP_CASES
+from ..compiled import assert_compiles
 
 
 def draw_rows(case, dtype, device, seed=0):
@@ -208,16 +209,13 @@ def test_opcheck(weighted, device):
 
 def test_compiles_without_graph_break(device):
     experts = torch.tensor([[1, 0], [0, 2], [1, 2]], dtype=torch.int32, device=device)
-    tokens = torch.randn(3, 4, device=device, requires_grad=True)
-    weights = torch.rand(3, 2, device=device)
 
     def there_and_back(tokens, weights):
         permutation = sort_by_expert(experts, 3, implementation="triton")
         rows = permute(tokens, permutation, implementation="triton")
         return combine(rows, weights, permutation.slot_to_row, implementation="triton")
 
-    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(tokens, weights), there_and_back(tokens, weights))
+    assert_compiles(there_and_back, (torch.randn(3, 4, device=device), torch.rand(3, 2, device=device)))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from moe_kernels.testing import assert_accurate, check_accuracy
 from moe_layers import TopKRouter
 
 from ...dtypes import DTYPES
+from ..compiled import assert_compiles
 
 triton_scored = partial(topk_routing, implementation="triton")
 triton_linear = partial(linear_routing, implementation="triton")
@@ -199,42 +200,42 @@ def test_split_gradient_adds_up(device):
         assert_accurate(high, baseline, exact, "dlogits")
 
 
-@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
-def test_lower_id_wins_ties(op, device):
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_lower_id_wins_ties(implementation, device):
+    op = partial(topk_routing, implementation=implementation)
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0], [2.0] * 6], device=device)
-    implementation = {} if op is triton_scored else {"implementation": "reference"}
     grouped = RouterSpec.deepseek_v3(3, 2, selection_bias=None)
     # Groups (0, 1), (1, 0), (1, 1): the last group, and the first of the equal others.
-    routed = op(logits, 4, grouped, **implementation)
+    routed = op(logits, 4, grouped)
     assert routed.topk_experts.tolist() == [[1, 4, 5, 0], [0, 1, 2, 3]]
-    plain = op(logits, 4, RouterSpec.deepseek_v3(selection_bias=None), **implementation)
+    plain = op(logits, 4, RouterSpec.deepseek_v3(selection_bias=None))
     assert plain.topk_experts.tolist() == [[1, 2, 4, 5], [0, 1, 2, 3]]
 
 
-@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
-def test_excluded_groups_never_come_back(op, device):
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
+def test_excluded_groups_never_come_back(implementation, device):
     """Not even with a negative bias on all kept experts."""
-    implementation = {} if op is triton_scored else {"implementation": "reference"}
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]], device=device)
     bias = torch.full((4,), -5.0, device=device)
     spec = RouterSpec.deepseek_v3(2, 1)
-    assert op(logits, 2, spec, selection_bias=bias, **implementation).topk_experts.tolist() == [[0, 1]]
+    routed = topk_routing(logits, 2, spec, selection_bias=bias, implementation=implementation)
+    assert routed.topk_experts.tolist() == [[0, 1]]
 
 
 @pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
-@pytest.mark.parametrize("op", [triton_scored, topk_routing], ids=["triton", "reference"])
+@pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("name", SPECS)
-def test_nan_stays_in_its_token_and_ids_are_distinct(name, op, device):
-    implementation = {} if op is triton_scored else {"implementation": "reference"}
+def test_nan_stays_in_its_token_and_ids_are_distinct(name, implementation, device):
     spec, top_k = SPECS[name], 2
     logits, bias = draw(spec, device=device)
-    clean = op(logits, top_k, spec, selection_bias=bias, **implementation)
+    op = partial(topk_routing, top_k=top_k, spec=spec, selection_bias=bias, implementation=implementation)
+    clean = op(logits)
     broken = logits.clone()
     broken[4] = torch.nan
     broken[7, 2] = torch.nan
     broken[9, :] = torch.inf
     broken[11, 1:] = -torch.inf
-    routed = op(broken, top_k, spec, selection_bias=bias, **implementation)
+    routed = op(broken)
     others = [t for t in range(len(logits)) if t not in (4, 7, 9, 11)]
     assert torch.equal(routed.topk_weights[others], clean.topk_weights[others])
     assert torch.equal(routed.topk_experts[others], clean.topk_experts[others])
@@ -291,9 +292,7 @@ def test_opcheck(name, device):
 def test_compiles_without_graph_break(device):
     spec = SPECS["deepseek_v3"]
     logits, bias = draw(spec, device=device)
-    run = partial(triton_scored, top_k=2, spec=spec, selection_bias=bias)
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits).topk_weights, run(logits).topk_weights)
+    assert_compiles(lambda x: triton_scored(x, 2, spec, selection_bias=bias).topk_weights, (logits,))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from moe_kernels.testing import CASES, check_accuracy, make_inputs
 
 from ...dtypes import DTYPES
 from ...tiers import OP_CASES
+from ..compiled import assert_compiles
 
 triton_topk = partial(topk_routing, implementation="triton")
 
@@ -199,9 +200,7 @@ def test_opcheck(normalize, device):
 
 
 def test_compiles_without_graph_break(device):
-    logits = torch.randn(6, 5, device=device)
-    compiled = torch.compile(partial(triton_topk, top_k=2), fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(logits).topk_weights, triton_topk(logits, 2).topk_weights)
+    assert_compiles(lambda logits: triton_topk(logits, 2).topk_weights, (torch.randn(6, 5, device=device),))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from moe_kernels.gemm import selection
 from moe_kernels.runtime.row_layout import alignment, empty_aligned, empty_rows, has_aligned_rows
 from moe_kernels.testing import Case, check_accuracy
 
-from ..experts.test_experts import VARIANTS, draw_variant, flat_operands, run_variant, triton_experts
+from ..experts.test_experts import NAMES, VARIANTS, draw_variant, flat_operands, run_variant, triton_experts
 
 ODD = Case(33, 21, 13, 4, 2)
 
@@ -42,12 +42,11 @@ def test_alignment():
 def test_experts_read_no_padding(variant, device, monkeypatch):
     """The padding is NaN."""
     monkeypatch.setattr("moe_kernels.runtime.row_layout._LEAST_BYTES", 52)  # of the shortest rows, [R, F]
-    names = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
     check_accuracy(
         partial(run_variant, variant=variant),
         partial(run_variant, variant=variant, op=reference.fused_experts),
         partial(draw_variant, ODD, variant, torch.float32, device),
-        names if VARIANTS[variant].get("bias") else names[:5],
+        NAMES if VARIANTS[variant].get("bias") else NAMES[:5],
     )
 
 
@@ -57,9 +56,8 @@ def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
     tokens, weights, experts, *matrices = draw_variant(ODD, "plain", torch.float32, device)
     permutation = reference.sort_by_expert(experts, ODD.num_experts)
     leaves = [t.requires_grad_() for t in (tokens, weights, *matrices)]
-    torch.library.opcheck(
-        fused_experts_op.overload, flat_operands(*leaves, None, None, permutation, recompute=recompute)
-    )
+    operands = flat_operands(*leaves, permutation, recompute=recompute)
+    torch.library.opcheck(fused_experts_op.overload, operands)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -77,9 +75,7 @@ def test_weights_that_the_copy_engine_does_not_take(transposed, device, monkeypa
         return run_variant(tokens, weights, experts, stored(w_up), stored(w_down), variant="relu_squared", op=op)
 
     draw = partial(draw_variant, ODD, "relu_squared", torch.float16, device)
-    check_accuracy(
-        run, partial(run, op=reference.fused_experts), draw, ("out", "dtokens", "dweights", "dw_up", "dw_down")
-    )
+    check_accuracy(run, partial(run, op=reference.fused_experts), draw, NAMES[:5])
     assert multiplied and all(has_aligned_rows(b) for b in multiplied)
     tokens, weights, experts, w_up, w_down = draw(0)
     w_up, w_down = stored(w_up).requires_grad_(), stored(w_down).requires_grad_()

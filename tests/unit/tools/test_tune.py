@@ -104,14 +104,21 @@ def test_tunes_a_layer(tmp_path, device, last_is_fastest):
     assert not verify(table, device)
 
 
-def test_tunes_gemms_that_decode_weights(tmp_path, device, last_is_fastest):
+@pytest.mark.parametrize(
+    ("case", "dtype", "settings", "form"),
+    [
+        (SMALL, torch.float16, {"format": "fp8"}, "decoding_gemm weight=fp8"),
+        (SIXTEENS, torch.bfloat16, {"precision": "fp8"}, "block_scaled_gemm"),
+    ],
+    ids=["quantised weights", "e4m3 operands"],
+)
+def test_tunes_products(case, dtype, settings, form, tmp_path, device, last_is_fastest):
     path = tmp_path / "table.json"
-    job = product_job(SMALL, torch.float16, device, format="fp8")
-    assert tune([job], path, seconds=1000, again=False)
+    assert tune([product_job(case, dtype, device, **settings)], path, seconds=1000, again=False)
     table = read(path)
     assert len(table.kernels) == 4
     for key, name in table.kernels.items():
-        assert "weight=fp8" in key and selection.find(arguments_of(key, device)).metadata.kernel_name == name
+        assert key.startswith(form) and selection.find(arguments_of(key, device)).metadata.kernel_name == name
     assert not verify(table, device)
 
 
@@ -119,18 +126,6 @@ def test_says_that_many_rows_decode_no_weights(device, monkeypatch, capsys):
     monkeypatch.setattr(row_products, "MAX_ROWS", 0)
     assert not list(product_job(SMALL, torch.float16, device, format="fp8").entries())
     assert "fp8 24,16,8,4,2: nothing to measure" in capsys.readouterr().out
-
-
-def test_tunes_gemms_of_block_scaled_operands(tmp_path, device, last_is_fastest):
-    path = tmp_path / "table.json"
-    job = product_job(SIXTEENS, torch.bfloat16, device, precision="fp8")
-    assert tune([job], path, seconds=1000, again=False)
-    table = read(path)
-    assert len(table.kernels) == 4
-    for key, name in table.kernels.items():
-        assert key.startswith("block_scaled_gemm")
-        assert selection.find(arguments_of(key, device)).metadata.kernel_name == name
-    assert not verify(table, device)
 
 
 def test_a_known_entry_is_selected(device, last_is_fastest):

@@ -142,13 +142,13 @@ def _decoding(cls: type[StreamingDecodingGemm], design: StreamingDesign) -> Stre
     return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90, optional_operands=("bias",)))
 
 
-def _designs(values: int, *tiles: tuple[int, int, int, int]) -> list[StreamingDesign]:
-    """Return designs of (rows, columns, stages, warps) with this many values of the reduction per step."""
-    return [StreamingDesign((rows, columns, values), warps, stages, tma=True) for rows, columns, stages, warps in tiles]
+def _designs(*tiles: tuple[int, int, int, int]) -> list[StreamingDesign]:
+    """Return designs of (rows, columns, stages, warps) with 128 values of the reduction per step."""
+    return [StreamingDesign((rows, columns, 128), warps, stages, tma=True) for rows, columns, stages, warps in tiles]
 
 
-_FP8 = _designs(128, (8, 64, 4, 2), (8, 128, 3, 4), (16, 128, 4, 4))
-_MXFP4 = _designs(128, (8, 64, 4, 2), (16, 64, 4, 2))
+_FP8 = _designs((8, 64, 4, 2), (8, 128, 3, 4), (16, 128, 4, 4))
+_MXFP4 = _designs((8, 64, 4, 2), (16, 64, 4, 2))
 
 STREAMING_DECODING_KERNELS = (
     *(_decoding(StreamingFp8Gemm, design) for design in _FP8),
