@@ -1,9 +1,9 @@
-"""Every activation and option of the experts besides SwiGLU, as a share of its own dense bound.
+"""Speed of every activation and option of the experts besides SwiGLU, as a share of its own dense bound.
 
     python -m benchmarks.activations --commit $(git rev-parse --short HEAD) --output benchmarks/results/activations.json
 
 The dense bound of a pass is the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. A plain
-activation has an up-projection of half the width. `points` is the difference to SwiGLU's share of the same shape, in
+activation has an up-projection of half the width. `points` is SwiGLU's share of the same shape minus this share, in
 percentage points. The tests check the results; this benchmark only checks that they are finite.
 """
 
@@ -39,7 +39,7 @@ def bench_shape(shape: Shape, options: argparse.Namespace) -> list[Row]:
     timings = timed(functions, options)
     rows = []
     for name, gemms in (("forward", FORWARD_GEMMS), ("forward+backward", tuple(dense))):
-        # Half the width takes half the time, because these GEMMs are compute-bound.
+        # The bound of a plain activation halves the up-projection's time, because these GEMMs are compute-bound.
         ms = {gemm: timings[f"dense/{gemm}"].ms for gemm in gemms}
         bounds = {True: sum(ms.values()), False: sum(t / 2 if "up" in gemm else t for gemm, t in ms.items())}
         base = bounds[True] / timings[f"swiglu/{name}"].ms

@@ -12,7 +12,7 @@ number of ranks that share the experts (EP) and routing:
 * the overlapped all-gather, in one chunk and in two;
 * `grouped_mm` with a plain all-to-all;
 * the layer on one GPU with as many rows and E / EP experts (`local_ms`);
-* the tokens' collectives alone, with the same sizes (`comm_ms`; with backward twice).
+* the tokens' collectives alone, with the same sizes (`comm_ms`; twice their time with backward).
 
 The model without overlap is `local_ms + comm_ms`, and `share_of_model` is the model's time divided by the measured
 time: values above 1 are gained by overlap. The model ignores skew, so `share_of_busiest` uses `local_ms` times
@@ -49,7 +49,7 @@ from .parallel.implementations import IMPLEMENTATIONS
 from .parallel.processes import process_group
 from .parallel.rank_timing import bench_bandwidth, largest
 
-# Tokens per rank.
+# `num_tokens` is per rank.
 SHAPES = by_name(
     Shape("qwen3-235b", 8192, 4096, 1536, 128, 8),
     Shape("deepseek-v3", 8192, 7168, 2048, 256, 8),
@@ -70,9 +70,9 @@ def peak_bytes(shape: Shape, num_ranks: int, routing: str) -> int:
     """Return an upper bound on one rank's bytes, for `grouped_mm`, which needs the most of all implementations.
 
     The weights exist once. The bound adds one implementation's gradients and a copy of them, the inputs of the
-    collectives alone, and the tensors of one forward with backward. The latter are, per received row, 10 tensors as
-    wide as a token and 8 as wide as an expert; per sent row, one float32 tensor, its gradient and two others. With
-    skewed routing, one rank may get all rows. Memory of copies between GPUs is never freed.
+    collectives alone, and the tensors of one forward with backward. A received row has 10 tensors as wide as a token
+    and 8 as wide as an expert. A sent row has one float32 tensor, its gradient and two others. With skewed routing, one
+    rank may get all rows. Memory of copies between GPUs also counts, because it is never freed.
     """
     itemsize, rows_sent = 2, shape.num_rows
     rows = rows_sent * (1 if routing == "even" else num_ranks)

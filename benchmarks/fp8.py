@@ -1,11 +1,11 @@
-"""Experts with e4m3 operands (`precision="fp8"`) beside bfloat16 ones, in the same run.
+"""Experts with e4m3 operands (`precision="fp8"`), compared with bfloat16 ones in the same run.
 
     python -m benchmarks.fp8 --commit $(git rev-parse --short HEAD) --output benchmarks/results/fp8.json
     python -m benchmarks.fp8 --cases gemm --shapes olmoe --time-limit-s 480 --resume --commit COMMIT --output FILE
 
     gemm    the four products of a layer that FP8 changes: e4m3 with block scales, bfloat16, and the dense cuBLAS
             products of the same sizes, in bfloat16 and in e4m3 with the same blocks
-    layer   forward, and forward and backward, of the layer. "fp8" keeps its weights' e4m3 forms from call to call.
+    layer   forward, and forward and backward, of the layer. "fp8" caches its e4m3 weights between calls.
             "fp8 new weights" quantises the weights in every call, as one batch per optimizer step does. "fp8_saved"
             also saves the pre-activations in e4m3
     pass    quantisation, and the activation with and without quantised results, in GB/s
@@ -101,7 +101,7 @@ def dense_fp8(a: Any, size_k: int, size_n: int) -> Callable[[], Tensor] | None:
     run = partial(torch._scaled_mm, a.A, a.B[0], a.scale_a, a.scale_b[0], out_dtype=a.out.dtype, out=a.out)
     try:
         run()
-    except (RuntimeError, ValueError) as error:  # another version of CUDA or PyTorch
+    except (RuntimeError, ValueError) as error:  # this version of CUDA or PyTorch lacks it
         print(f"no dense e4m3 product: {str(error).splitlines()[0]}")
         return None
     return run

@@ -1,4 +1,4 @@
-"""Convergence of a language model whose experts multiply e4m3 operands, beside bfloat16 and float32.
+"""Convergence of a language model whose experts multiply e4m3 operands, compared with bfloat16 and float32.
 
     python -m benchmarks.fp8_convergence --time-limit-s 460 --resume --commit COMMIT --output FILE
     python -m benchmarks.fp8_convergence --precisions bfloat16 fp8 --seeds 0 1 2 --resume --commit COMMIT --output FILE
@@ -36,7 +36,7 @@ from .common.results_file import Row, Task
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # its scripts import each other by name
 example: Any = import_module("train_language_model")
 
-# Each precision as a setting of the model.
+# Name of a precision -> `precision` of the model.
 PRECISIONS = {"bfloat16": None, "fp8": "fp8", "fp8_saved": "fp8_saved", "float32": "float32"}
 PRESETS = {
     "cpu": example.PRESETS["cpu"],
@@ -60,7 +60,7 @@ class Runs:
         run = self._advanced(shared["precision"], shared["seed"], begin)
         started = time.monotonic()
         self._train(run, end)
-        losses = run.history.training_loss[begin:end].tolist()  # synchronises with the GPU
+        losses = run.history.training_loss[begin:end].tolist()  # host synchronisation
         seconds = time.monotonic() - started
         size = max(len(losses) // LOSSES_PER_PART, 1)
         row = {
@@ -84,7 +84,7 @@ class Runs:
         """Return the run at the end of this step, from memory, from its checkpoint or from the start."""
         settings = dataclasses.replace(self._settings, precision=PRECISIONS[precision], seed=seed)
         if self._run is None or self._run.settings != settings or self._run.step > step:
-            self._run = None  # frees the memory of the last run
+            self._run = None  # free the memory of the last run
             if torch.cuda.is_available():
                 torch.set_float32_matmul_precision("high" if precision == "float32" else "highest")
             self._run = example.start_run(settings, self._text)
@@ -109,7 +109,7 @@ def part_steps(settings: Any) -> int:
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    """Yield the parts of all runs. Runs with one seed follow one another, so that each seed is comparable early."""
+    """Yield the parts of all runs. Group the runs by seed, so that runs with one seed can be compared early."""
     preset = PRESETS[options.preset]
     settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
     if settings.steps < 1 or settings.steps % NUM_PARTS:
@@ -164,7 +164,7 @@ def plot(paths: list[Path]) -> None:
 
 
 def curves_of(rows: list[Row]) -> dict[tuple[str, int], dict[int, float]]:
-    """Return the held-out losses by step of each precision and seed."""
+    """Return a dict for each (precision, seed). It maps a step to the held-out loss."""
     curves: dict[tuple[str, int], dict[int, float]] = {}
     for row in sorted(rows, key=lambda row: (list(PRECISIONS).index(row["precision"]), row["seed"], row["step"])):
         curves.setdefault((row["precision"], row["seed"]), {})[row["step"]] = row["held_out_loss"]

@@ -141,7 +141,7 @@ def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> 
 
 
 def kernel_arguments(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> GroupedGemmArguments | WgradArguments:
-    """Return arguments that hold the output and, for the selected kernel's tile height, the table."""
+    """Return arguments with the output, and with a tile table for the selected kernel's tile height."""
     if problem.wgrad:
         out = a.new_empty(len(offsets), problem.size_k, problem.size_n)
         return WgradArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), 128))
@@ -203,11 +203,11 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
     best_of_each_design = {type(kernel): kernel for kernel in reversed(get_kernels(args))}
     for kernel in best_of_each_design.values():
         artifact, name = kernel.compile(args), kernel.metadata.kernel_name
-        made = kernel.with_metadata(args, None)  # a tile table of its own height, if it reads one
+        made = kernel.with_metadata(args, None)  # with a tile table of the kernel's height, if it reads one
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
-    num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # without a GPU the CPU computes
+    num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # slow if the CPU also runs the kernels
     found = host_us(functions, time.perf_counter, options.device, batch=num_calls, rounds=rounds)
     return [
         {**problem.described(), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}

@@ -53,7 +53,7 @@ def check(outs: list[Tensor], a_list: list[Tensor], b_list: list[Tensor]) -> Non
 
 
 def prepared_problems(a_list: list[Tensor], b_list: list[Tensor]) -> dict[str, list[GroupedProblem]]:
-    """Return the selected problem, then one for each supported kernel of a design."""
+    """Return the problem with the selected kernel, then a problem for each supported kernel, by design."""
     selected = GroupedProblem.from_lists(a_list, b_list)
     found: dict[str, list[GroupedProblem]] = {"prepared": [selected], "pointer": [], "tma": []}
     for kernel in get_kernels(selected.args) if selected.kernel is not None else ():

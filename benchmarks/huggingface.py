@@ -11,11 +11,11 @@ parameters and optimizer states. With `--lora` both models have PEFT's adapters 
 and only these are trained. With `--routing`, steps of our model with statistics of its routers, and with its own
 choices replayed, take turns with the others. The replayed step must have the loss of the plain one, bit by bit.
 
-Both are first checked against float32. Without `--lora`, a block's experts are checked element by element, by the
+Both models are first compared with float32. Without `--lora`, a block's experts are checked element by element, by the
 tests' error budget, with one choice of experts for all. In a step, near ties may choose other experts. So the relative
 error of each gradient's norm may be twice the default's largest error, plus one unit in the last place of the dtype.
-The loss is an average over tokens in float32. Its error may be twice the default's plus an eighth of that unit, or plus
-one unit of float32.
+The loss is an average over tokens in float32. Its error may be twice the default's error, plus the larger of an eighth
+of that unit and one unit of float32.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
 
 
 def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], object]] | None:
-    """Return name and call of the fastest kernel with tiles by group."""
+    """Return name and call of the fastest kernel whose tiles do not cross groups, or None without such a kernel."""
     kernels = [kernel for kernel in get_kernels(args) if kernel.by_group]
     functions = {kernel.metadata.kernel_name: partial(kernel.run, args) for kernel in kernels}
     if not functions:

@@ -111,8 +111,8 @@ FORMS = ("lora", "frozen", "full", "materialised", "grouped_mm", "grouped_mm_spl
 def check(module: Adapted, tokens: Tensor) -> None:
     """Check the output and the gradients of tokens and adapters on a few tokens, for one choice of experts.
 
-    `lora` must hold the tests' error budget. The other forms round the sum of weight and adapter, or the products one
-    by one: the norm of each error may be 2 % of the result's.
+    `lora` must be within the tests' error budget. The other forms round the sum of weight and adapter, or each product.
+    So the norm of each error may be 2 % of the result's norm.
     """
     tokens = tokens[:_CHECKED_TOKENS]
     with torch.no_grad():

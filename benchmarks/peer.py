@@ -1,4 +1,4 @@
-"""The whole layer next to another implementation of it, the peer, on the same tensors and against the dense bound.
+"""The whole layer, compared with another implementation (the peer) on the same tensors, and with the dense bound.
 
     python -m benchmarks.peer --adapter MODULE:FUNCTION --peer NAME --peer-version VERSION --commit COMMIT --output FILE
     python -m benchmarks.layer --compare FILE
@@ -78,7 +78,7 @@ def differences(
     peer: Peer,
     tokens: Tensor,  # [T, D]
 ) -> dict[str, float]:
-    """Return how far the peer's output and gradients are from the layer's, by `COMPARED`.
+    """Return the relative differences between the peer's and the layer's output and gradients, by `COMPARED`.
 
     Raises:
         SystemExit: the peer computes something else.

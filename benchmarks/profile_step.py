@@ -37,7 +37,7 @@ from .common.results_file import Row, Task
 from .common.shapes import Shape
 from .common.timing import time_interleaved, timed
 
-STEADY_MS = 400.0  # a GPU that has just started to work runs at clocks that training never reaches
+STEADY_MS = 400.0  # least time to profile, because a GPU that has just started work has other clocks than in training
 SUM = "CUDAFunctor_add<c10::BFloat16>"  # part of the name of PyTorch's kernel that adds two gradients of the tokens
 STAGES = {
     SUM: "sum of gradients",
@@ -222,9 +222,9 @@ def explain(rows: list[dict]) -> list[dict]:
     """Explain each step's time beyond its dense bound; one entry per shape and activation.
 
     A stage's `points` are percentages of the step's time: for a GEMM, the time beyond its dense product; for other
-    kernels, all of their time. With the share they add up to 100. `bytes_points` is the part that moving the bytes at
-    the speed of a copy would take, at most the measured time; `lost_points` is the rest. Both are None for GEMMs, and
-    where the bytes are unknown.
+    kernels, all of their time. The points and the share of the dense bound add up to 100. `bytes_points` is the part to
+    move the bytes at the speed of a copy, at most the measured time. `lost_points` is the rest. Both are None for GEMMs
+    and for unknown bytes.
 
     Raises:
         ValueError: a field or a row is missing.
@@ -233,7 +233,7 @@ def explain(rows: list[dict]) -> list[dict]:
     for row in rows:
         if missing := [name for name in EXPLAINED if name not in row]:
             raise ValueError(f"explain: rows must have {', '.join(EXPLAINED)}, got one without {', '.join(missing)}")
-        # Older results have no such field, and only SwiGLU.
+        # Older results have only SwiGLU, and no field "activation".
         steps[row["shape"], row.get("activation", "swiglu")].append(row)
     return [{"shape": shape, "activation": name, **explain_step(step)} for (shape, name), step in steps.items()]
 

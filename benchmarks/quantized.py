@@ -1,13 +1,13 @@
-"""Experts that stay quantised: adapters trained over them, decoding, and dequantisation.
+"""Speed of experts that stay quantised: training of adapters, decoding and dequantisation.
 
     python -m benchmarks.quantized --commit $(git rev-parse --short HEAD) --output benchmarks/results/quantized.json
 
-Per shape and format, beside plain bfloat16 weights in the same run:
+Each shape and format is compared with plain bfloat16 weights in the same run:
 
     train    forward and backward of the layer with LoRA of rank 16, base frozen, with T 4096 and 16384 tokens
     decode   forward of T 1, 16, 64 and 256 tokens, replayed as a CUDA graph. The bound is the time to read the stored
              bytes of the experts that a token chose, at the speed of a large copy
-    dequantize   one layer's weights to bfloat16, in GB/s of bytes read and written, beside a copy's
+    dequantize   one layer's w_up to bfloat16, in GB/s of bytes read and written, and as a share of a copy's speed
 
 The output of each form is first checked on a few tokens against the float64 reference of its dequantised weights.
 """

@@ -1,9 +1,9 @@
-"""From router logits to the permutation of the rows, in a CUDA graph, against moving the bytes once.
+"""Time from router logits to the permutation of the rows, in a CUDA graph, against moving the bytes once.
 
     python -m benchmarks.routing --commit $(git rev-parse --short HEAD) --output benchmarks/results/routing.json
 
 `bound_us` is the time to read the logits and write the outputs of routing and sort at the speed of a large copy.
-`limit_us` is 1.25 times that plus 40 us. Every choice is checked against the reference before timing.
+`limit_us` is 1.25 times `bound_us` plus 40 us. Every choice is checked against the reference before timing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .common.command import Command
 from .common.results_file import Row, Task
 from .common.timing import copy_bytes_per_ms, in_a_graph, timed
 
-# E, K and the router
+# Name -> (E, K, router).
 ROUTERS = {
     "softmax E=64": (64, 8, RouterSpec()),
     "softmax E=128": (128, 8, RouterSpec()),

@@ -4,13 +4,13 @@
     python -m benchmarks.rule_of_thumb --layers unseen --time-limit-s 450 --resume --commit COMMIT --output FILE
 
 Without `--layers`, each entry of this GPU's table is measured. The bound is the table's choice in the same run: the
-ratio is the time of the rule's kernel divided by that of the table's. Both are checked first, and timed as replays of a
-CUDA graph, without host time.
+ratio is the time of the rule's kernel divided by the time of the table's kernel. Both kernels are checked first, and
+timed as replays of a CUDA graph, without host time.
 
 With `--layers`, each GEMM of each layer is measured. All kernels that may be fastest are checked and timed in turns.
-The fastest one replaces the table's. The file holds every time, so that a rule can be derived from it. `--tile-orders`
-adds the rule's kernel with other numbers of row tiles that walk the columns together. The form "copies" times the whole
-op with backward, host time included, for every choice of copies.
+The fastest kernel replaces the table's. The file holds every time, so that a rule can be derived from it.
+`--tile-orders` adds the rule's kernel with other numbers of row tiles per group. The form "copies" times the whole op
+with backward and host time, for every choice of gathers that are separate copies.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Host time is the CPU time of the calling thread between the first and the last c
 GPU. Autograd runs in the calling thread. `*_wall_us` is the wall-clock time of the same calls with autograd's own
 thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
 
-`--host` times only calls. The layer and a dense MLP are called as they are and compiled, `grouped_mm` only compiled.
+`--host` times only calls. The layer and a dense MLP run both eagerly and compiled, `grouped_mm` only compiled.
 The MLP has two `nn.Linear`, a SiLU and the same d_model and d_ff. All forms take turns in one run.
 `host_us` is the wall-clock time per call, with the GPU idle at the start of 20 calls; `over_dense` is its ratio to
 the dense MLP's. A form that fails has an `error` instead.
@@ -93,7 +93,7 @@ def bench_small(shape: Shape, bytes_per_ms: float, options: argparse.Namespace) 
 
 def bench_host(shape: Shape, options: argparse.Namespace) -> list[dict]:
     """Return one row per form and pass. Compiled forms run eagerly without a GPU."""
-    torch._dynamo.reset()  # frees the layer of the last shape
+    torch._dynamo.reset()  # free the layer of the last shape
     torch.cuda.empty_cache()  # does nothing without a GPU
     device, dtype = options.device, options.dtype
     layer = make_layer(shape, device, dtype)

@@ -116,7 +116,7 @@ class Blocks(NamedTuple):
 
     slots: Tensor  # [capacity] int32; T * K for padding
     experts: Tensor  # [capacity / block_m] int32
-    num_padded: Tensor  # [1] int32: the slots of all blocks, with padding
+    num_padded: Tensor  # [1] int32: number of slots of all blocks, padding included
 
 
 def assign_blocks(permutation: Permutation, topk_experts: Tensor, num_experts: int, block_m: int) -> Blocks:

@@ -104,7 +104,7 @@ class Measurement:
         return {"loss": loss, "gradient_norm": math.hypot(*norms)}
 
     def prepare(self, name: str, wanted: dict[str, float]) -> tuple[Callable[[], Tensor], float | None]:
-        """Return a checked call, and its MiB at peak on a GPU.
+        """Return a checked call, and its peak memory in MiB, or None without a GPU.
 
         Raises:
             AssertionError: the values of the call differ from `wanted`.
@@ -130,7 +130,7 @@ class Measurement:
 
 
 def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module, dict[str, str | None]]:
-    """Return the model, and by implementation the error of its check or None."""
+    """Return the model and, for each implementation, the error of its check or None."""
     dtype = options.dtype
     base = make_model(options.model, options.layers, options.device, dtype)
     if training == "lora":
@@ -144,7 +144,7 @@ def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module
         def check(name: str = name) -> None:
             try:
                 check_step(base, with_experts(base, name, options.implementation), exact, tokens)
-            except torch.OutOfMemoryError:  # batched_mm copies the weights of every slot; its timed calls are checked
+            except torch.OutOfMemoryError:  # batched_mm copies weights per slot; timed calls check the values
                 if name == OURS:
                     raise
 
@@ -157,7 +157,7 @@ def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module
 def bench(
     shared: Row, make: Callable[[], tuple[nn.Module, dict[str, str | None]]], options: argparse.Namespace
 ) -> list[Row]:
-    torch._dynamo.reset()  # frees the models of the last measurement
+    torch._dynamo.reset()  # free the models of the last measurement
     base, errors = make()
     free_memory()
     rows = {name: {**shared, "implementation": name, **EMPTY, "error": errors[name]} for name in errors}
@@ -178,7 +178,7 @@ def bench(
             base.zero_grad()
             free_memory()
         timings, error = attempt(partial(timed, runs, options))
-        if timings is not None and not generates:  # generate waits for each token
+        if timings is not None and not generates:  # not for generate, which waits for each token
             host = host_us(runs, time.perf_counter, options.device, batch=1, rounds=5 * options.rounds)
     base.zero_grad()
     if timings is None:

@@ -65,7 +65,7 @@ EMPTY = dict.fromkeys(MEASURED)
 
 @dataclass
 class Expected:
-    loss: float  # this rank's
+    loss: float  # loss of this rank's tokens
     norm: float | None  # norm of the ranks' mean gradient; None until a way has computed it
 
 
@@ -111,7 +111,7 @@ def make(name: str, shared: Row, options: argparse.Namespace, device: torch.devi
 
 
 def compiled(model: Any, shared: Row) -> Any:
-    """Compile the decoder layers if the row is of compiled layers. Return the model."""
+    """Compile the decoder layers if `shared["compiled"]` is true. Return the model."""
     if shared["compiled"]:
         compile_layers(model)
     return model
@@ -151,7 +151,7 @@ def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expect
 
 
 def check(name: str, model: nn.Module, tokens: Tensor, wanted: Expected) -> None:
-    """Raise AssertionError, on all ranks, unless a call has the wanted loss and, except `one_gpu`, gradient norm."""
+    """Raise AssertionError on all ranks if a call has a wrong loss or gradient norm. Check no norm of `one_gpu`."""
     loss, norm = run(model, tokens).item(), wanted.norm
     if name != ONE:
         norm = clip_grad_norm_(model.parameters(), float("inf")).item()

@@ -1,4 +1,4 @@
-"""Text of errors."""
+"""Formatting of error messages."""
 
 from __future__ import annotations
 

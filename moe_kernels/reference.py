@@ -22,16 +22,16 @@ from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     score = functional.softplus(logits)
-    is_zero = score == 0  # for logits below -104 in float32; their gradient is 0, but sqrt's is infinite
+    is_zero = score == 0  # logits below -104 in float32; masked, because sqrt's gradient at 0 is infinite
     return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
-# Functions that give positive scores of logits [T, E].
+# Functions from logits [T, E] to scores, which are never negative.
 SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": torch.sigmoid, "sqrt_softplus": _sqrt_softplus}
 
 
 def _rankable(keys: Tensor) -> Tensor:
-    """Make keys sortable: NaN ranks with the highest key."""
+    """Replace NaN by infinity, so that NaN ranks highest."""
     return keys.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
@@ -41,7 +41,7 @@ def _top(keys: Tensor, k: int) -> Tensor:
 
 
 def selection_keys(
-    logits: Tensor,  # [T, E] as scored
+    logits: Tensor,  # [T, E] from `shape_logits`
     spec: RouterSpec,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
@@ -83,7 +83,7 @@ def topk_routing(
 
 
 def _weights_of_choice(
-    logits: Tensor,  # [T, E] as scored
+    logits: Tensor,  # [T, E] from `shape_logits`
     experts: Tensor,  # [T, K]; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]
@@ -108,8 +108,8 @@ def routing_weights(
     experts = torch.where(topk_experts < logits.shape[1], topk_experts, -1).long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
-    # The weights equal those of `_weights_of_choice`, but remain defined if the chosen experts' probabilities
-    # underflow.
+    # These weights equal those of `_weights_of_choice`, but are also defined if the probabilities of all chosen
+    # experts underflow.
     chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
     weights = chosen.softmax(-1)
     weights = weights if spec.is_softmax_of_logits else weights * spec.scale
@@ -155,7 +155,7 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # At most `most` groups have rows, and thus tiles. Dynamo of PyTorch 2.11 refuses sym_min of two integers.
+    # At most `most` groups have rows. Integers use `min`, because Dynamo of PyTorch 2.11 refuses sym_min of two.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
@@ -203,12 +203,12 @@ def _split_groups(
     ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += rows.shape[0]
-    # Tracers cannot compare the strides of pieces stored by columns: their sizes are symbols.
+    # Contiguous, because tracers cannot compare the strides of column-major pieces, whose sizes are symbols.
     return rows.contiguous().split(sizes.tolist())
 
 
 def result_dtype(dtype: torch.dtype, out: Tensor | None = None) -> torch.dtype:
-    """Return the default dtype of a product of operands of `dtype`. A float8 result would need a scale."""
+    """Return the dtype of `out`, else `dtype`, but bfloat16 for float8, because a float8 result would need a scale."""
     if out is not None:
         return out.dtype
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype

@@ -1,7 +1,7 @@
-"""The specification of products of e4m3 operands with a scale per block, and of experts that train with such products.
+"""Specification of GEMMs with block-scaled e4m3 operands, and of experts that train with such GEMMs.
 
 A block's scale is its largest absolute value divided by 448, the largest number of e4m3. Rows have blocks of 1 x 128
-along the reduction, weights blocks of 128 x 128, as in https://arxiv.org/abs/2412.19437, 3.3.
+along the reduction, weights blocks of 128 x 128, as in section 3.3 of https://arxiv.org/abs/2412.19437.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def quantize_blocks(
     rows: int,
     columns: int,
 ) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
-    """Return the nearest e4m3 numbers to the values divided by their block's scale, computed in float32.
+    """Divide each value by its block's scale in float32, and round it to e4m3. Return (numbers, scales).
 
-    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. In a block that holds NaN or an
-    infinity, all numbers become NaN, or some do and the scale is infinite.
+    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. In a block with NaN, all numbers
+    become NaN. In a block with an infinity, the infinity becomes NaN and the scale infinite.
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
@@ -67,15 +67,15 @@ def _rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:  # [E, out, i
 
 def _product(
     rows: Tensor,  # [R, K]
-    matrices: Tensor,  # [E, K, N], rounded
+    matrices: Tensor,  # [E, K, N], already rounded to e4m3
     offsets: Tensor,  # [E] int32
 ) -> Tensor:  # [R, N]
-    """Multiply rounded rows. The sum is rounded once, to the dtype of the rows."""
+    """Round the rows to e4m3 and multiply them. Round each sum once, to the dtype of `rows`."""
     return reference.grouped_gemm(_rounded_rows(rows, matrices.dtype), matrices, offsets).to(rows.dtype)
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Return a gradient that depends on the sources. To differentiate it is an error: rounding has no derivative."""
+    """Return `gradient`, with `sources` as further inputs of its node. Backward raises: rounding has no derivative."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[[Any, Tensor], Any]:
-    """Make the gradients of gradients an error. PyTorch's `once_differentiable` gives wrong ones by `autograd.grad`."""
+    """Make gradients of gradients raise. With `autograd.grad`, PyTorch's `once_differentiable` gives wrong values."""
 
     @functools.wraps(backward)
     def run(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 class _WeightedLinear(torch.autograd.Function):
     """Computes the weighted sum of each token's rows @ weight^T. The upstream gradient is rounded once per token,
-    before it is copied to rows and weighted. The gradient of the routing weights follows from that of the rows:
+    before it is copied to rows and weighted. The gradient of the routing weights follows from dA':
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 

@@ -21,7 +21,7 @@ class RouterSpec:
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
-    Scores keep the order of logits. Without a selection bias, experts are chosen by logit, which is exact.
+    Scores keep the order of logits. Without a selection bias or "top2_sum", logits choose the experts, which is exact.
 
     Args:
         input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
@@ -125,9 +125,9 @@ class RouterSpec:
 
     @property
     def single_weight_is_one(self) -> bool:
-        """Return whether with top-1 the weight is `scale` for any logits, because a single score is divided by
+        """Return whether the weight is `scale` with top-1, whatever the logits are: a single score is divided by
         itself."""
-        # Published epsilons and minimums, from 1e-20 to 1e-6, only avoid a division by zero.
+        # Epsilons and minimums below 1e-3, such as the published 1e-20 to 1e-6, only avoid a division by zero.
         return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
 
     def check_sizes(self, owner: str, num_experts: int, top_k: int) -> None:
@@ -244,8 +244,8 @@ class Activation:
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
     Args:
-        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first. The
-            order is that of the columns of the pre-activation, and so of the rows of w_up and b_up.
+        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first. This
+            order applies to the columns of the pre-activation, and to the rows of w_up and b_up.
 
     Raises:
         ValueError: the name is unknown, the activation has no such number, the number is not positive, or a plain

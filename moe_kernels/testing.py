@@ -41,7 +41,7 @@ CASES = {
 
 
 class LayerInputs(NamedTuple):
-    """Tensors of one expert feed-forward. The dtype for which they were made represents every value exactly."""
+    """Tensors of one expert feed-forward. `make_inputs` rounds tokens and weights to the dtype under test."""
 
     tokens: Tensor  # [T, D]
     logits: Tensor  # [T, E] float32
@@ -194,7 +194,7 @@ def check_accuracy(
 
 
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
-    """Check that each error is within its budget. An error within two budgets gets a second, larger sample.
+    """Check that each error is within its budget. Errors up to two budgets are measured again with larger samples.
 
     If errors are sums of a few products, the largest of 64 exceeds twice the largest of another 64 in about 1 % of
     cases. With samples of 256 this happens in 0.2 % of cases. A real error fails again.

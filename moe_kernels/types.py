@@ -19,18 +19,18 @@ class Routing(NamedTuple):
     Shapes: topk_experts [T, K] int32, topk_weights [T, K] float32, logits [T, E].
     """
 
-    topk_experts: Tensor  # [T, K] int32, distinct, by falling score, bias included; the lower id first on ties
+    topk_experts: Tensor  # [T, K] int32, distinct, in descending order of score plus bias; lower ids win ties
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E]
 
 
 class TileTable(NamedTuple):
-    """The tiles of a grouped GEMM's rows. Group number G is the tail: padding rows, which belong to no group."""
+    """Tiles of a grouped GEMM's rows. The padding rows, called the tail, come last and count as group number G."""
 
-    bounds: Tensor  # [G + 2] int32: group g owns rows bounds[g] to bounds[g + 1]
-    tiles: Tensor  # [capacity, 2] int32: group, row block inside the group
-    num_tiles: Tensor  # [2] int32: entries of the groups, and of groups plus tail; later entries continue the tail
-    order: Tensor  # [G] int32: groups by falling number of rows, ties by id
+    bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
+    tiles: Tensor  # [capacity, 2] int32: group, and index of the row block within the group
+    num_tiles: Tensor  # [2] int32: tiles without the tail, then with it; later entries of `tiles` continue the tail
+    order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int
 
 
@@ -54,7 +54,7 @@ class WeightFormat:
         name: "fp8", "mxfp4", "nf4" or "int8".
         block: (rows, columns) of one expert's [out, in] matrix that share a scale. 0 columns mean the whole row. NF4's
             blocks are taken from the flattened tensor.
-        nested_block: the number of NF4 scales that are quantised with one scale; None: scales are float32.
+        nested_block: the number of NF4 scales that share a second-level scale; None: NF4 scales are float32.
     """
 
     name: str
@@ -104,7 +104,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class ScaledRows(NamedTuple):
-    """Rows in e4m3 with a scale for each row and each 128 columns: the form that FP8 products read."""
+    """Rows in e4m3 with a scale for each 128 columns of a row: the operand of GEMMs with precision "fp8"."""
 
     values: Tensor  # [R, K] float8_e4m3fn, contiguous
     scales: Tensor  # [R, ceil(K / 128)] float32, stored by columns
@@ -116,7 +116,7 @@ class ScaledRows(NamedTuple):
 
 class ScaledForms(NamedTuple):
     """The experts' weights in e4m3 with a float32 scale for each 128 x 128 block, both untransposed and transposed
-    ("turned"). If a field is None, the product that needs it quantises the weight itself. All tensors are
+    ("turned"). If a field is None, the GEMM that reads this field first quantises the weight. All tensors are
     contiguous."""
 
     up: Tensor | None = None  # [E, 2F or F, D] float8_e4m3fn
@@ -130,7 +130,7 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in] whose products have e4m3 operands, with its part of `ScaledForms`."""
+    """A trained weight [E, out, in], and its fields of `ScaledForms`, which GEMMs read in place of `master`."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]
@@ -162,8 +162,8 @@ class ExpertWeights(NamedTuple):
 class ExpertAdapters(NamedTuple):
     """Low-rank adapters (LoRA) of expert weights: w_up[e] + scale * up_b[e] @ up_a[e], and w_down likewise.
 
-    Ranks r of the two pairs are independent. A pair is given as a whole or not at all. The first axis of `up_a` and
-    `down_b` may have length 1: all experts share it.
+    Ranks r of the two pairs are independent. A pair is given as a whole or not at all. `up_a` and `down_b` may have a
+    first axis of length 1: all experts then share the factor.
 
     Shapes: up_a [E or 1, r, D], up_b [E, 2F or F, r], down_a [E, r, F], down_b [E or 1, D, r], in any floating-point
     dtype. `fused_experts` checks them.

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 def call_with_autocast_rules(
     function: Callable[..., Result], tokens: Tensor, weight: Weight, *others: Weight | None
 ) -> Result:
-    """Call `function` as autocast calls a matrix product: operands in autocast's dtype, autocast off inside.
+    """Call `function` with operands in autocast's dtype and autocast disabled, as autocast calls a matrix product.
 
     As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
     the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
@@ -30,12 +30,12 @@ def call_with_autocast_rules(
 
 
 def autocast_is_enabled(device_type: str) -> bool:
-    """Return whether autocast is enabled for the device type. `torch.is_autocast_enabled` raises for meta."""
+    """Return whether autocast is enabled for the device type. False for meta, for which PyTorch's function raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def autocast(operand: Tensor, device_type: str) -> Tensor:
-    """Convert the operand to the dtype to which autocast converts operands of a matrix product."""
+    """Convert the operand as autocast converts the operands of a matrix product. float64 stays float64."""
     if operand.dtype == torch.float64:
         return operand
     return operand.to(torch.get_autocast_dtype(device_type))

@@ -40,15 +40,15 @@ class MoEConfig:
         shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
         shared_activation: activation of the shared expert; None for the activation of the experts.
         num_zero_experts: number of experts without parameters, with the last ids, that return their token unchanged.
-        latent_dim: the experts process `w_latent_in @ x`, of this size, and `w_latent_out` maps their sum back to
-            d_model. The router and the shared expert process x.
+        latent_dim: size of `w_latent_in @ x`, which the routed experts process. `w_latent_out` maps their sum back to
+            d_model. The router and the shared expert process x. None: the routed experts process x, too.
         capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token
             order, or a `CapacityFactor`. Slots beyond the capacity add nothing. None means no limit.
         separate_router_input: the router reads a separate tensor, the argument `router_input` of the forward, as in
             Gemma 4. By default the router reads x.
         recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM. None saves them.
-        precision: "fp8" multiplies e4m3 operands in the routed experts: in forward, and for the gradients of rows. See
-            `fused_experts`. None multiplies operands in the dtype of the parameters.
+        precision: "fp8" lets routed experts multiply e4m3 operands, except for the gradients of weights. "fp8_saved"
+            also saves pre-activations in e4m3: see `fused_experts`. None multiplies in the dtype of the parameters.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
         batch_invariant: a token's output does not depend on other tokens: see `MoEFeedForward.batch_invariant`.
         init_std: standard deviation of all weights at initialisation.
@@ -144,8 +144,8 @@ class MoEConfig:
         """Return the number of parameters of the whole layer. A selection bias is a buffer and does not count.
 
         Args:
-            active: count the parameters that a token uses: `top_k` experts instead of all. Zero experts have none, so
-                with them a token may use fewer.
+            active: count the parameters that a token uses: `top_k` experts instead of all. Zero experts have no
+                parameters, so a token that chooses them uses fewer.
         """
         num_experts = min(self.top_k, self.num_experts) if active else self.num_experts
         num_logits, router = self.num_experts + self.num_zero_experts, self.router
@@ -165,8 +165,7 @@ class MoEConfig:
         return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
 
     def _matrix_elements(self, num_experts: int) -> int:
-        """Return the number of elements of the matrices of the router, of this number of experts and of the parts that
-        process every token."""
+        """Return the number of matrix elements in the router, `num_experts` experts, and all other parts."""
         expert_in = self.latent_dim or self.d_model
         elements = (self.num_experts + self.num_zero_experts) * self.d_model
         elements += num_experts * (2 + self.is_gated) * expert_in * self.d_ff
@@ -191,7 +190,7 @@ class MoEConfig:
         """Return the configuration that `to_dict` wrote. A missing field has its default.
 
         Raises:
-            ValueError: a field is unknown, a size is missing, or as for the constructor.
+            ValueError: a field is unknown, a size is missing, or the constructor refuses a value.
         """
         check_kind("MoEConfig", "values", values, Mapping)
         known = [f.name for f in fields(cls)]
@@ -291,7 +290,7 @@ def _as_activation(name: str, value: str | Activation) -> Activation:
         if value not in tuple(ACTIVATIONS):
             raise ValueError(f"MoEConfig: {name} must be one of {KNOWN_ACTIVATIONS}, got {value!r}")
         return Activation(value)
-    if value.interleaved:  # checkpoints and adapters of a layer hold gates first
+    if value.interleaved:  # refused: checkpoints and adapters hold all gate rows before the up rows
         raise ValueError(f"MoEConfig: {name} must have its gates first, got {value}")
     return value
 

@@ -41,7 +41,7 @@ from .routing.slots import Slots, identity_output, layer_routing
 
 
 class MoEFeedForward(nn.Module):
-    """A feed-forward whose tokens each pass `top_k` of `num_experts` experts.
+    """A feed-forward layer that sends each token through `top_k` of `num_experts` experts.
 
         y = sum over the chosen experts of weight * w_down @ activation(w_up @ x)   [+ shared expert]
 
@@ -65,8 +65,8 @@ class MoEFeedForward(nn.Module):
             `CapacityFactor`. Slots beyond it add nothing. None for no limit.
         assignment: replaces each token's top-k choice: an `Assignment`, or a function for `CustomAssignment`.
         noise: noise that the router adds in training mode.
-        balance_losses: the coefficients of the auxiliary losses, which every forward adds to the gradient, scaled by
-            `set_aux_loss_scale`; None for no losses.
+        balance_losses: coefficients of the auxiliary losses. Backward adds the gradients of the losses, multiplied by
+            the scale of `set_aux_loss_scale`. None for no losses.
         recompute: "up" recomputes the pre-activations of the experts in backward instead of saving them, which costs
             one GEMM; None saves them.
         precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, multiplies
@@ -130,7 +130,7 @@ class MoEFeedForward(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> MoEFeedForward:
-        """Build the layer that a configuration describes. The other arguments are those of the constructor.
+        """Build the layer that a configuration describes. The constructor describes the other arguments.
 
         A subclass with its own constructor must also override this method, because it does not call the constructor.
         """
@@ -232,8 +232,8 @@ class MoEFeedForward(nn.Module):
         Without auxiliary losses, the gradient of a token does not depend on other tokens, either. Gradients of
         parameters are sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in
         cuBLAS, and the shared expert runs as a routed expert. The cost is highest with few tokens. The reference
-        computes token by token. Expert parallelism does not keep the guarantee, because collectives sum in their own
-        order. Assigning True raises ValueError with a capacity, an assignment or noise, which read other tokens.
+        implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
+        their own order. Assigning True raises ValueError with a capacity, assignment or noise, which read other tokens.
         """
         return self.experts.batch_invariant
 
@@ -269,7 +269,7 @@ class MoEFeedForward(nn.Module):
         return self.config.flops_per_token()
 
     def keep_local_experts(self, experts: range) -> None:
-        """Drop the parameters of all other experts. The layer then computes these experts' share of the sum.
+        """Keep only the parameters of `experts`. The layer then computes only their part of the sum over experts.
 
         Shared and zero experts remain in every such layer. Count them only once when you sum the outputs of several
         layers.
@@ -309,17 +309,16 @@ class MoEFeedForward(nn.Module):
         router_input [..., D]; result [..., D].
 
         Args:
-            return_routing: return (y, LayerRouting). Gradients flow through its weights and logits.
-            token_mask: False for padding. Routed experts do not compute padding, and counts and losses leave it out.
-                The logits of padding are those of a zero token. Shared experts compute padding, too. A masked copy of x
-                is saved for backward.
+            return_routing: return (y, LayerRouting). Gradients flow through the routing's weights and logits.
+            token_mask: False for padding. Routed experts, counts and losses skip padding. The router computes the
+                logits of padding from zeros. Shared experts compute padding, too. A masked copy of x is saved for
+                backward.
             sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
-                Default: the last axis but one holds sequences, if there is an axis before it.
+                Default: x [..., S, D] with three or more axes holds sequences of length S.
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
-            topk_experts: choice of experts that replaces the router's, see `RoutingReplay`. It has the width of the
-                routing that this layer returns; -1 means no expert. The router computes the weights of this choice. Ids
-                beyond the experts raise ValueError on a CPU. On a GPU, where they cannot be read, they also mean no
-                expert.
+            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the same as in the routing
+                that this layer returns; -1 means no expert. The router computes the weights of these experts. On a CPU,
+                ids beyond the experts raise ValueError. On a GPU, ids are not read, and such ids mean no expert.
             router_input: the tensor that the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:
@@ -333,7 +332,7 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # here `out` is not a view
+            return out if out.shape == x.shape else restore_shape(out, info)  # `out` is not a view, as is required
         if self.batch_invariant:
             self._check_invariance()  # checked in each call, because parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
@@ -387,7 +386,7 @@ class MoEFeedForward(nn.Module):
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # With zero experts, or with experts on other ranks, the offsets do not count all choices.
+            # Use the offsets only if they count all choices: not with zero experts, nor after `keep_local_experts`.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:
@@ -402,7 +401,7 @@ class MoEFeedForward(nn.Module):
     def save_checkpoint(
         self, directory: str | os.PathLike[str], *, layout: str | None = None, max_shard_bytes: int = 5_000_000_000
     ) -> None:
-        """Write a directory that `from_checkpoint` reads, with every value bit by bit. See `checkpoint.save_layer`."""
+        """Write a directory that `from_checkpoint` reads back bit by bit. See `checkpoint.save_layer`."""
         save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
@@ -410,6 +409,6 @@ class MoEFeedForward(nn.Module):
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Read a file of `save_safetensors`, and convert it to the dtype and device of the parameters. A ValueError
+        """Load a file of `save_safetensors`, and convert tensors to the parameters' dtype and device. A ValueError
         about missing, unexpected or wrongly shaped tensors leaves the layer unchanged."""
         load_safetensors(self, path)

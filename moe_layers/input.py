@@ -1,4 +1,4 @@
-"""The flattened tokens of one forward, and their settings."""
+"""Check and flatten the inputs of one forward, and restore the shape of the output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _unsafe_view = torch.ops.aten._unsafe_view.default  # calling an overload takes 
 
 
 class TokenInfo(NamedTuple):
-    """Settings of the tokens of one forward."""
+    """The tokens of one forward, and the arguments that describe them."""
 
     all_tokens: Tensor  # [T, D], padding included
     shape: torch.Size  # shape of the layer's input, [..., D]
@@ -23,7 +23,7 @@ class TokenInfo(NamedTuple):
 
     @property
     def sequence_length(self) -> int:
-        """Return the length of the last axis but one, or 1 without it. A capacity applies to that many tokens."""
+        """Return the number of tokens to which a capacity applies: the length of the last axis but one, or else 1."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 
@@ -102,9 +102,9 @@ def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
-    """Return the output in the shape of the layer's input. Like nn.Linear's output, the result is not a view. A view
-    that is changed in place loses the hook with which FSDP2 gathers the parameters before backward. PyTorch misses
-    in-place changes of the result if a forward hook of the experts keeps `out`. The layer does not keep `out`."""
+    """Return the output in the shape of the layer's input. Like nn.Linear's output, the result is not a view: a view
+    loses FSDP2's hook, which gathers parameters before backward, when it is changed in place. The result and `out`
+    share memory but no version counter, so PyTorch misses in-place changes if a hook of the experts keeps `out`."""
     return _unsafe_view(out, info.shape)
 
 

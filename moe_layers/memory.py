@@ -56,14 +56,14 @@ def _saved_by_block(router: AttachedRouter, num_tokens: int, dtype: torch.dtype 
 def _check_experts(implementation: str | None, w_up: Tensor, is_shared: bool) -> None:
     if is_shared:
         raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
-    # A quantised w_up is not a tensor.
+    # An empty tensor represents w_up, because a quantised w_up is not a tensor.
     if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
 
 
 def _saved_by(
     module: nn.Module,
-    losses: Any,  # holds `aux_loss_scale` and `aux_loss` of the module's forward
+    losses: Any,  # the object with `aux_loss_scale` and `aux_loss` of the module
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,

@@ -12,7 +12,7 @@ from .routing.router import TopKRouter
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """Multiply the gradients of the auxiliary losses of every layer by `scale`. The default None means 1.
+    """Multiply the gradients of every layer's auxiliary losses by `scale`. None means 1, as before the first call.
 
     Pass the loss scale under loss scaling, and 1 / number of accumulated calls under gradient accumulation. The layers
     keep the tensor without a copy, so a change in place takes effect from the next forward on.
@@ -49,7 +49,7 @@ def aux_losses(model: nn.Module) -> dict[str, Tensor]:
     build the layer without `balance_losses`, and apply a loss function to the routing of `return_routing=True`.
 
     Raises:
-        ValueError: no layer has had a forward with an auxiliary loss, and no selection bias balances the model instead.
+        ValueError: no layer has had a forward with an auxiliary loss, unless a selection bias alone balances the model.
     """
     layers = _layers(model)
     losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
@@ -66,7 +66,7 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
-    In a transformers model, set that of the observer's `router`.
+    In a transformers model, set `observer.router.observer` to None.
 
     Blocks of transformers read padding from the attention mask of their model, so pass the whole model. In these blocks
     margins are differences of the scores whose top-k the router takes.

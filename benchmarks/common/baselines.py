@@ -52,7 +52,7 @@ class TorchGroupedMM(nn.Module):
 
 
 def sort_slots(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort [T, K] choices by PyTorch's ops: row_to_slot [T * K], slot_to_row [T * K] and offsets [E] int32."""
+    """Sort [T, K] choices by PyTorch's ops. Return row_to_slot [T * K], slot_to_row [T * K] and offsets [E] int32."""
     sorted_experts, row_to_slot = experts.flatten().sort(stable=True)
     boundaries = torch.arange(num_experts, device=experts.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, boundaries, right=True).int()

@@ -19,10 +19,10 @@ class Command:
 
     Args:
         doc: text of `--help`.
-        add_options: adds the benchmark's own options. `set_defaults` changes those of the shared ones.
+        add_options: adds the benchmark's own options. `set_defaults` changes the defaults of shared options.
         tasks: a generator of measurements. `options.dtype` is bfloat16 on a GPU, otherwise float32.
         columns: fields to print, if a row has them; default: all fields of the first row.
-        readers: functions by option ("--plot") that print or plot results files. Nothing is measured then.
+        readers: functions by option ("--plot") that print or plot results files. These options measure nothing.
         constants: returns fields of every row, in addition to those of the environment.
         finish: called with the options and all rows at the end.
     """
@@ -76,7 +76,7 @@ class Command:
 
 
 def each(read: Callable[[Path], object]) -> Callable[[list[Path]], None]:
-    """Return a reader of several results files, one after another."""
+    """Return a function that calls `read` for each of several results files."""
 
     def read_each(paths: list[Path]) -> None:
         for path in paths:

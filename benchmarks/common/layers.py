@@ -19,7 +19,7 @@ from .shapes import Shape
 MIB = 2**20
 CHECKED_BYTES = 80e9  # largest memory of a check
 PASSES = ("forward", "forward+backward")
-VARIANTS = {  # further options of a layer
+VARIANTS = {  # name -> options of a layer
     **{name: {"activation": name} for name in ACTIVATION_KINDS},
     "swiglu with biases": {"bias": True},
     "gpt_oss with biases": {"activation": "gpt_oss", "bias": True},
@@ -58,10 +58,10 @@ def num_checked(shape: Shape) -> int:
 
 
 def check_layer(layer: MoEFeedForward, tokens: Tensor, num_experts: int | None = None) -> None:
-    """Apply the tests' error budget to the expert op, output and gradients, with one choice of experts for all dtypes.
+    """Check the expert op's output and gradients by the tests' error budget, with the same routing for all dtypes.
 
     Args:
-        num_experts: check only this many first experts, with as many rows each, to save memory. Default: all.
+        num_experts: check only the first `num_experts` experts, with fewer tokens, to save memory. Default: all.
     """
     num_all, (w_up, w_down) = layer.num_experts, (layer.experts.w_up, layer.experts.w_down)
     num_experts = num_experts or num_all
@@ -96,7 +96,7 @@ def run_experts(
 
 
 def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """Return one call of each pass."""
+    """Return a function for each pass."""
     leaf = tokens.detach().requires_grad_()
     dout = torch.randn_like(tokens)
     parameters = list(layer.parameters())
@@ -113,14 +113,14 @@ def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], obj
 
 
 def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """Return (saved, peak) MiB, or None without a GPU.
+    """Return (saved, peak) MiB, or (None, None) without a GPU.
 
     The peak excludes memory from before the forward, and includes gradients. The layer must have run before.
     """
     if not tokens.is_cuda:
         return None, None
     layer.zero_grad()
-    run = passes(layer, tokens)  # makes a new leaf, which has no gradient that the run could free
+    run = passes(layer, tokens)  # on a new leaf, because the run could free an old leaf's gradient
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = run["forward"]()

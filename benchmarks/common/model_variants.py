@@ -1,5 +1,5 @@
-"""Models of transformers by name, with random weights, copies that compute their experts in different ways, PEFT's
-adapters, and the check of a training step."""
+"""Makes models of transformers with random weights, copies with other experts implementations, and PEFT's adapters.
+Checks a training step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_layers.integrations.transformers import enable
 
 from .layers import MIB
 
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration, and sizes
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of the configuration, sizes)
     "qwen3-30b-a3b": (
         "Qwen3MoeConfig",
         {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # class of the configuration,
         | {"norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
     ),
 }
-NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # of models that `benchmarks.huggingface` and `benchmarks.generate` time
+NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # in `benchmarks.huggingface` and `benchmarks.generate`
 OURS = "moe_layers"
 VOCABULARY = 32000
 ATTENTION = "causal_without_mask"  # name in transformers' registry of attention functions
@@ -59,7 +59,7 @@ def attend(
     """Compute causal attention of whole sequences, or of one new token. `s_aux` are the logits of gpt-oss's sinks."""
     if s_aux is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
-    # A sink is an added first key. In an added column it holds 1, other keys hold 0, and queries hold the sink's logit.
+    # Add the sink as a first key, and a column. The column is 1 in this key, 0 in others, the sink's logit in queries.
     # Kernels need widths that are multiples of 8, and as many queries as keys. The added first query is dropped again.
     length, width = query.shape[2:]
     logits = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
@@ -144,7 +144,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
     with torch.cuda.stream(stream):
         for _ in range(2):
             run()
-        torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave its traces in the allocator
+        torch.cuda.set_sync_debug_mode("error")  # raise here, because a failed capture would change the allocator
         try:
             run()
         finally:
@@ -165,7 +165,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
 
 
 def with_adapters(model: nn.Module, rank: int, modules: list[str] | None = None) -> nn.Module:
-    """Return PEFT's model with adapters of the experts' weights, and of `modules`, that already change the output."""
+    """Return PEFT's model with adapters of the experts' weights and of `modules`. No adapter is zero."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -181,7 +181,7 @@ def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Ten
     """Check the loss and the norm of each gradient.
 
     Raises:
-        AssertionError: names the wrong value.
+        AssertionError: a value is wrong. The message names the value.
     """
 
     def run(model: nn.Module) -> dict[str, float]:

@@ -20,7 +20,7 @@ def checked_layer(
     shape: Shape, routing: str, options: argparse.Namespace
 ) -> tuple[MoEFeedForward, Tensor]:  # and tokens [T, D]
     """Return the layer and its tokens, after a check of the layer."""
-    torch._dynamo.reset()  # frees the layer of the last shape
+    torch._dynamo.reset()  # free the layer of the last shape
     torch.cuda.empty_cache()  # does nothing without a GPU
     layer = make_layer(shape, options.device, options.dtype)
     tokens = make_tokens(layer, shape, routing, options.dtype)

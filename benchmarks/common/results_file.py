@@ -15,7 +15,7 @@ from torch import distributed
 
 T = TypeVar("T")
 Row = dict[str, Any]
-Task = tuple[Row, Callable[[], list[Row]]]  # values that all rows of a measurement have, and the measurement
+Task = tuple[Row, Callable[[], list[Row]]]  # (fields of all rows of a measurement, function that measures)
 
 
 def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
@@ -42,15 +42,15 @@ def environment(device: str, commit: str) -> Row:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is the first of its group, or in none."""
+    """Return whether this process is the first of its group, or there is no group."""
     return not distributed.is_initialized() or distributed.get_rank() == 0
 
 
 class ResultsFile:
-    """Rows of a command's results, and the file that holds them. Of several ranks, the first one writes it.
+    """Rows of a command's results, and the file that holds them. With several ranks, only the first writes the file.
 
     Args:
-        constants: returns what is added to every row of a measurement.
+        constants: returns the fields to add to every row of a measurement.
 
     Raises:
         SystemExit: the rows to keep are of another commit.
@@ -94,7 +94,7 @@ class ResultsFile:
         constants = self._constants()
         self.rows += [{**row, **constants} for row in rows]
         if self._path is not None and is_first_rank():
-            # Replaced in one step, so that a reader always finds a complete file.
+            # Replace the file in one step, so that a reader always finds a complete file.
             self._path.parent.mkdir(parents=True, exist_ok=True)
             written = self._path.with_name(f"{self._path.name}.part")
             written.write_text(json.dumps(self.rows, indent=1) + "\n")

@@ -46,7 +46,7 @@ class Shape:
         return replace(self, name=f"{self.name}-t{num_tokens}", num_tokens=num_tokens)
 
     def of_one_process(self, num_ranks: int) -> Shape:
-        """Return the layer with the experts of one of `num_ranks` ranks, and as many rows."""
+        """Return the layer with the experts of one of `num_ranks` ranks, and the same number of rows."""
         num_experts = self.num_experts // num_ranks
         top_k = min(self.top_k, num_experts)
         return replace(self, num_tokens=self.num_rows // top_k, num_experts=num_experts, top_k=top_k)
@@ -67,8 +67,8 @@ SHAPES = by_name(
 )
 TINY = Shape("tiny", 40, 64, 32, 8, 2)
 
-# Published sizes of further models. No table has measurements for them. Expert-parallel shares hold the experts of one
-# rank and as many rows per token as the model has.
+# Published sizes of further models. No table has measurements for them. Layers "-epN" have the experts of one of N
+# ranks, and the model's number of rows per token.
 PUBLISHED = by_name(
     Shape("granite-3.0-3b-a800m", 16384, 1536, 512, 40, 8),
     Shape("deepseek-v2-lite", 16384, 2048, 1408, 64, 6),
@@ -90,8 +90,8 @@ PUBLISHED = by_name(
 TOKENS = (16384, 4096, 65536)  # numbers of tokens of the unseen layers, in the order of their measurement
 UNSEEN = by_name(*(shape.with_tokens(number) for number in TOKENS for shape in (PUBLISHED | SHAPES).values()))
 
-# Widths between the tiles: multiples of 8 that are none of 64, then widths whose rows TMA cannot address because they
-# do not start at multiples of 16 bytes.
+# The widths of off-grid shapes are multiples of 8 but not of 64. TMA cannot address the rows of no-tma shapes, because
+# these rows do not start at multiples of 16 bytes.
 OFF_GRID = by_name(
     Shape("off-grid-2056x712", 10007, 2056, 712, 60, 6),
     Shape("off-grid-3080x1352", 16384, 3080, 1352, 32, 4),
@@ -105,7 +105,7 @@ GROUPS = {"tuned": SHAPES, "published": PUBLISHED, "unseen": UNSEEN, "off-grid":
 
 
 def add_option(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add `--shapes`, whose values `shapes_named` reads. Default: these names."""
+    """Add `--shapes`, whose values `shapes_named` reads. Default: `names`."""
     groups = f"names of layers, or of groups: {', '.join(GROUPS)}; default: {' '.join(names)}"
     parser.add_argument("--shapes", nargs="+", metavar="NAME", default=names, help=groups)
 

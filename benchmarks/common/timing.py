@@ -49,7 +49,7 @@ def host_us(
 ) -> dict[str, float]:
     """Return median microseconds of `clock` per call of every function, in turns, without waiting for the GPU.
 
-    The GPU is idle when a turn begins. `batch` calls of a turn must not fill its queue.
+    The GPU is idle when a turn begins. `batch` calls of a turn must not fill the GPU's queue.
     """
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for name in turns(list(functions), rounds):

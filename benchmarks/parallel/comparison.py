@@ -26,8 +26,8 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
     much.
 
     Differences are relative norms, on the rank where they are largest. If each token's weights are zeros and a one, the
-    router's gradient holds only rounding errors. The gradient's norm then counts as at least a millionth of its terms'
-    possible size.
+    router's gradient holds only rounding errors. So the divisor of its error is at least 1e-6 of `_product_of_norms` of
+    tokens, output and `dout`.
     """
     expected: list[Tensor] = []
     least = [0.0] * 5
@@ -49,19 +49,19 @@ def differing(modules: dict[str, nn.Module], tokens: Tensor, dout: Tensor) -> di
 
 
 def _product_of_norms(*tensors: Tensor) -> float:  # [T, D] each
-    """Return the norm over the tokens of the product of the tensors' norms."""
+    """Multiply the tensors' norms for each token. Return the norm of these products."""
     norms = torch.stack([tensor.detach().float().norm(dim=1) for tensor in tensors])  # [tensors, T]
     return norms.prod(0).norm().item()
 
 
 def _relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
-    """Return the error relative to the expected norm, or to `least` if larger. Huge if a value is not finite."""
+    """Return the error relative to the expected norm, or to `least` if larger. Non-finite values give a huge error."""
     size = expected.float().norm().clamp(min=max(least, torch.finfo(torch.float32).tiny))
     return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
 
 
 def rows_between(layer: MoEFeedForward, tokens: Tensor, ranks: Ranks) -> tuple[list[int], list[int]]:
-    """Return the rows that this rank sends to each rank, and those that each rank sends to this one."""
+    """Return the number of rows that this rank sends to each rank, and the number that it receives from each rank."""
     with torch.no_grad():
         choices = layer.router(tokens).topk_experts
     sent = torch.bincount(choices.flatten().long(), minlength=layer.num_experts).view(ranks.size, -1).sum(1)
@@ -140,7 +140,7 @@ def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: 
 
 
 BEST_COLUMNS = ("shape", "ep", "pass", "best", "times_whole", "times_baseline")
-AS_FAST = 1.02  # times the fastest
+AS_FAST = 1.02  # largest multiple of the fastest time
 
 
 def best_form(times: dict[str, float]) -> str | None:
@@ -151,8 +151,8 @@ def best_form(times: dict[str, float]) -> str | None:
 
 
 def best_forms(rows: list[dict]) -> list[dict]:
-    """Return one row per shape, EP and pass: the best form by the sum over routings, and the best whole one. Forms not
-    timed for every routing are ignored, because their sum would be too small."""
+    """Return one row per shape, EP and pass: the best form by its sum over routings, compared with the best form
+    without chunks. Ignore forms that were not timed for every routing, because their sum would be too small."""
 
     def key(row: dict) -> tuple:
         return row["shape"], row["ep"], row["pass"]

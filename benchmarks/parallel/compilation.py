@@ -1,4 +1,4 @@
-"""Parallel compilation of several configurations' kernels, each on one of a host's ranks.
+"""Compiles the kernels of several configurations in parallel. One rank of the host compiles each configuration.
 
 A compiled kernel is stored in Triton's cache on disk, where the other ranks find it.
 """
@@ -20,7 +20,7 @@ from .implementations import BASELINE, local_layer, make_implementation, make_la
 
 
 class StandIn(Ranks):
-    """One rank without its group. The other ranks count as sending the same data, so that all shapes are right."""
+    """One rank without its group. Collectives return this rank's data for the other ranks, in the right shapes."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.size)

@@ -92,6 +92,6 @@ def results(module: nn.Module, tokens: Tensor, dout: Tensor) -> tuple[Tensor, ..
 
 
 def passes(module: nn.Module, tokens: Tensor, dout: Tensor) -> dict[str, Callable[[], object]]:
-    """Return one call of each pass. A forward saves for backward as in training."""
+    """Return a function for each pass. A forward saves tensors for backward as in training."""
     leaf = tokens.detach().requires_grad_()
     return {"forward": lambda: module(leaf), "forward+backward": lambda: results(module, tokens, dout)}

@@ -6,10 +6,10 @@ rows of `benchmarks.whole_model_parallel`; without rows, they are the assumption
     time = FLOPs / rate + bytes of the experts' all-to-alls / bandwidth + the part of FSDP2's bytes that is not hidden
 
 Nothing else is hidden: the prediction is for the "alltoall" dispatcher without overlap. Layers are checkpointed, so
-that the forward and its all-to-alls count twice. FSDP2 shards the rest of the model over all GPUs, and experts over the
-copies of each. FSDP2's transfers overlap with compute: only the time beyond compute counts. Between hosts, they run at
-the bandwidth of the network. Memory has bfloat16 parameters and gradients, float32 AdamW
-states and master weights, all sharded, the inputs of all layers, and the activations of one layer.
+that the forward and its all-to-alls count twice. FSDP2 shards the rest of the model over all GPUs, and each expert over
+the GPUs that hold it. FSDP2's transfers overlap with compute: only the time beyond compute counts. Between hosts, they
+run at the bandwidth of the network. Memory has bfloat16 parameters and gradients, float32 AdamW states and master
+weights, all sharded, the inputs of all layers, and the activations of one layer.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def measured_rate(rows: list[Row]) -> float | None:
 
 
 def measured_bandwidth(rows: list[Row]) -> float | None:
-    """Return the bytes per second of the all-to-alls of the last row that shares experts by them.
+    """Return the bytes per second of the all-to-alls in the last row of "shard_experts/alltoall".
 
     The row's collectives include FSDP2's, so that this is a lower bound.
     """

@@ -3,7 +3,7 @@
 An activation is two small functions: `forward(gate, up, limit, alpha)` returns the activated value, and `backward(gate,
 up, dactivated, limit, alpha)` returns (activated, dgate, dup). A plain activation uses only its gate and returns zero
 for dup. NaN stays NaN. To add an activation, write the two functions, an entry in `ACTIVATIONS`, its settings in
-`specs.py` and its plain form in `reference.py`."""
+`specs.py` and its PyTorch function in `reference.py`."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Gated activations that GEMM kernels apply to their product before they store it. Published models use these most.
+# Gated activations that GEMM kernels apply to the product before the store. Published models use these most.
 # Kernels call `forward(gate, up)`, so `limit` and `alpha` have the published values. In kernels that gather rows,
 # "geglu" and "swiglu_clamped_after" would spill registers.
 EPILOGUES = {
@@ -333,5 +333,5 @@ PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", 
 
 
 def listed_epilogue(name: str) -> str:
-    """Return the activation that represents all gated epilogues, or all plain ones, in the catalog and the tables."""
+    """Return the activation that the catalog and the tables list for `name`: one for all gated, one for all plain."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -22,7 +22,7 @@ def activation_kernel(
     FORWARD: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides F and the strides of rows
+    ALIGNED: tl.constexpr,  # common divisor of F and the strides of rows
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -90,14 +90,14 @@ def weighted_activation_backward_kernel(
     dweighted_stride,
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
-    row_to_token_ptr,  # [R], or None to handle slots
+    row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
     dpreactivation_ptr,  # [R, 2F or F], or the destination's [S, 2F or F]
     dpreactivation_stride,
-    weighted_ptr,  # [R, F], or dweighted_ptr
+    weighted_ptr,  # [R, F]; equals dweighted_ptr without a destination
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None uses slot_to_row
-    dweights_ptr,  # [T * K]; zeros if programs handle rows
-    scaled_ptr,  # dpreactivation also in e4m3 bytes; this and the next two may be None
+    dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
+    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; this and the next two may be None
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
     num_items,  # slots or rows
@@ -108,7 +108,7 @@ def weighted_activation_backward_kernel(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,  # None if programs handle slots
-    ALIGNED: tl.constexpr,  # divides F and the strides
+    ALIGNED: tl.constexpr,  # common divisor of F and the strides
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -176,7 +176,7 @@ def _load_pair(
     """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32. Without a gate, return the value
     twice.
 
-    Reads interleaved columns as they lie in memory and separates them in registers.
+    Interleaved columns are loaded in memory order and separated in registers.
     """
     if INTERLEAVED:
         c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
@@ -221,13 +221,13 @@ def _store_pair(
 def _store_scaled(
     values_ptr,  # [R, width] contiguous, bytes
     scales_ptr,  # [cdiv(width, 128), R] contiguous
-    values,  # [BLOCK_R, BLOCK_F], rounded
+    values,  # [BLOCK_R, BLOCK_F], rounded to the dtype of the preactivation
     row,  # [BLOCK_R, 1]
     is_row,  # [BLOCK_R, 1]
     first,  # column of the first value, among `size` columns
     size,
     width,
-    place,  # column of the first of the `size` columns, a multiple of 128
+    place,  # column of `values_ptr` at which the `size` columns begin, a multiple of 128
     num_rows,
     BLOCK_F: tl.constexpr,
 ):

@@ -79,7 +79,7 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
 def launch_activation(
     preactivation: Tensor, activation: Activation, bias: RowBias | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return activation(H + bias), in `out` or in a new contiguous tensor. The arguments are already checked."""
+    """Return activation(preactivation + bias), in `out` or a new contiguous tensor. Arguments are already checked."""
     if out is None:
         out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out, None)
@@ -89,8 +89,8 @@ def launch_activation(
 def launch_scaled_activation(
     preactivation: Tensor, activation: Activation, bias: RowBias | None = None
 ) -> ScaledRows:  # [R, F]
-    """Return activation(H + bias) in e4m3 with scales. The activation is rounded to the dtype of H before it is
-    quantised."""
+    """Return activation(preactivation + bias) in e4m3 with scales. Before quantisation, the activation is rounded to
+    the dtype of `preactivation`."""
     out = empty_scaled_rows(preactivation, preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out.values.view(torch.uint8), out.scales)
     return out
@@ -190,16 +190,16 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Tensors for the results of the weighted backward, whose rows follow another permutation of the slots."""
+    """Result tensors of the weighted backward. Their rows follow another permutation of the slots than the inputs'."""
 
-    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, as all below
+    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, also in `weighted`
     weighted: Tensor  # [S, F]
     slot_to_row: Tensor  # [T, K] contiguous, in [0, S); -1 for a dropped slot
 
 
 def launch_weighted_activation_backward(
     preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous columns
-    dweighted: Tensor,  # [R, F] contiguous columns: gradient of the weighted activation, weight not yet applied
+    dweighted: Tensor,  # [R, F] contiguous columns: dA', the gradient before the routing weight is applied
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
@@ -208,8 +208,8 @@ def launch_weighted_activation_backward(
     row_to_token: Tensor | None = None,  # [R] int32
     destination: Destination | None = None,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
-) -> tuple[Tensor, Tensor]:  # dpreactivation as preactivation, dtopk_weights [T, K] float32
-    """Compute the elementwise middle of the expert op's backward, with one read of H and dA'.
+) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
+    """Compute the elementwise step of the expert op's backward. Read H (preactivation) and dA' (dweighted) once.
 
     With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
     recomputed from the stored H plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
@@ -218,7 +218,7 @@ def launch_weighted_activation_backward(
     Args:
         row_to_token: for inputs with mostly dropped slots. If it is given and R < T * K, programs handle rows instead
             of slots.
-        scaled: receives dH in e4m3 with scales, in addition. Requires `can_scale_gradient` and no destination.
+        scaled: also receives dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k
@@ -269,7 +269,7 @@ def launch_weighted_activation_backward(
 
 
 def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
-    """Return whether no block of 128 columns of dH contains both gate and up columns."""
+    """Return whether no block of 128 columns of the pre-activation contains both gate and up columns."""
     return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 

@@ -62,7 +62,7 @@ class ExpertsInParts:
         self.reserved_sms = reserved_sms
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
-        """Compute the first half of a chunk's forward."""
+        """Compute the first half of a chunk's forward: H and A."""
         return activate(self.experts, self.parts[part], tokens)
 
     def outputs(
@@ -72,15 +72,15 @@ class ExpertsInParts:
         topk_weights: Tensor,  # [T, K] float32 contiguous
         columns: slice = slice(None),
     ) -> Tensor:  # [T, columns]
-        """Compute the second half of a chunk's forward: all columns, or a slice of columns that can be sent before the
-        others."""
+        """Compute the second half of a chunk's forward: all output columns, or a slice that can be sent before the
+        other columns are computed."""
         rows, experts = self.parts[part], self.experts
         if columns != slice(None):
             experts = _columns_of(experts, columns, rows.dense(experts.weights.w_down, activated.dtype))
         return rows.combine(down(experts, rows, activated), topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
-        """Return the steps of backward. `whole` is the permutation of the slots of all chunks, in order. With one
+        """Return the steps of backward. `whole` is one permutation of the slots of all chunks, in order. With one
         chunk, pass that chunk's permutation."""
         return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
 
@@ -154,10 +154,10 @@ class BackwardInParts:
         self,
         tokens: Tensor,  # [T, D] of all chunks, contiguous
         dout: Tensor,  # [T, D] of all chunks, contiguous
-        needed: Adapters,  # bools
+        needed: Adapters,  # bools: the factors that need gradients
     ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
         """Return the gradients of the needed pairs of factors, and None in place of the others. Recomputes [R, r]
-        products that are not kept."""
+        products that no earlier step has kept."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         assert hidden is not None
@@ -178,7 +178,7 @@ class BackwardInParts:
         return self._up_low
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
-        """Return the tensors for the dH and A_w of all chunks, with the rows that belong to this chunk."""
+        """Return the tensors for dH and A_w of all chunks, and the rows in them of this chunk's slots."""
         whole = self.whole
         if self._hidden is None:
             num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]

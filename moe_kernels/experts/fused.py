@@ -50,13 +50,13 @@ def fused_experts(
     computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without
     host synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
-    Quantised weights are frozen, and backward saves their stored bytes only. From 512 rows per expert on average, each
-    weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and again in
+    Quantised weights are frozen. Only their stored bytes are saved for backward. From 512 rows per expert on average,
+    each weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and again in
     backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory for the
-    next weight and the next layer. The result has the bits of dequantised weights. With fewer rows, GEMMs decode the
-    weights of experts that have rows while they load them. The decoded values are the same, but sums are rounded in
-    another order. Only sizes decide between the two. With `batch_invariant` and in the reference, weights are always
-    dequantised.
+    next weight and the next layer. The result has the same bits as with dequantised weights. With fewer rows, GEMMs
+    decode weights while they load them, only for experts that have rows. The decoded values are the same, but sums are
+    rounded in another order. Only sizes decide between the two. With `batch_invariant` and in the reference, weights
+    are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
@@ -67,8 +67,8 @@ def fused_experts(
         adapters: low-rank changes of the weights, in any floating-point dtype. They are rounded to the tokens' dtype.
             No tensor of the size of the weights is made. Saves a further tensor [R, r] for backward.
         weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
-        recompute: "up" does not save the pre-activations; backward multiplies by `w_up` once more, with the same bits.
-            The reference saves what autograd saves.
+        recompute: "up" does not save the pre-activations. Backward recomputes them, with the same bits. None, the
+            default, saves them. The reference saves what autograd saves.
         reserved_sms: SMs that persistent GEMMs leave to concurrent communication. The bits do not depend on it.
         batch_invariant: a token's output, and the gradients of the token and its routing weights, do not depend on the
             other tokens, bit for bit. Kernels are then chosen without the number of rows, and the reference computes
@@ -204,7 +204,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands that all callers of the op pass. The op checks shapes, dtypes and devices, once for each form.
+    """Pack the operands that all callers of the op pass. The op checks shapes, dtypes and devices, and caches results.
 
     Args:
         others: further fields of `ExpertOperands`.

@@ -21,8 +21,8 @@ With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y i
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
 The op can also choose the experts by a router and sort the slots, in one launch list with the rest. The tokens'
-gradient then has a part that flows through the routing weights. If these are a softmax over the chosen logits, it is
-added where the rows of dX are summed: see `router_gradient.py`. Else the router's own gradient is added to dtokens.
+gradient then has a part that flows through the routing weights. If the weights are a softmax over the chosen logits,
+the launch that sums the rows of dX adds this part: see `router_gradient.py`. Else the router's gradient op adds it.
 
 A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
 one.
@@ -59,8 +59,8 @@ With precision "fp8" the products of forward and of the gradients of rows have e
     dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
-dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. Given forms of the
-weights are saved in addition. With "fp8_saved" H is saved in e4m3 instead, in a bit more than half the bytes. Backward
+dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. `ScaledForms` from the
+caller are also saved. With "fp8_saved" H is saved in e4m3 instead, in a bit more than half the bytes. Backward
 dequantises H and overwrites the result with dH.
 """
 
@@ -101,7 +101,7 @@ class _Outputs(NamedTuple):
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
     topk_weights: Tensor | None  # [T, K]; None without a router
     topk_experts: Tensor | None  # [T, K]; None without a router
-    buffer: Tensor | None  # `SortedSlots.buffer`, or None with given rows
+    buffer: Tensor | None  # `SortedSlots.buffer`; None if the caller sorted the slots
 
 
 @registered_op("fused_experts")
@@ -126,8 +126,8 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
 
 
 def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Choose experts and sort the slots, unless the caller has done so. Also return the last three fields of
-    `_Outputs`."""
+    """Choose experts and sort the slots, unless the caller has done so. Also return the fields `topk_weights`,
+    `topk_experts` and `buffer` of `_Outputs`."""
     if operands.rows is not None:
         return operands, (None, None, None)
     _check_chosen(operands)
@@ -183,7 +183,7 @@ def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
     ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack `main_grad`
-    if "selection_bias" in ctx.names:  # backward does not read it, and updates in place may precede backward
+    if "selection_bias" in ctx.names:  # not saved: backward does not read the bias, which may change before
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
     save_for_backward(ctx, call, output[1:])
@@ -193,7 +193,7 @@ _gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the gradients. If nothing sees the ops, their launches are replayed as one list."""
+    """Compute the gradients. If no mode or profiler observes the ops, their launches are replayed as one list."""
     if dout is None:
         return {}
     main_grads = {} if ctx.weights is None else _main_grads(ctx)
@@ -236,7 +236,7 @@ def read_by_backward(
     topk_experts: Tensor | None,
     buffer: Tensor | None,
 ) -> SavedForBackward:
-    """Return what backward reads, from the operands and results of forward: see `_Outputs`."""
+    """Collect the operands and results of forward that backward reads: see `_Outputs`."""
     if buffer is not None:
         sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
         topk_weights = operands.topk_weights if topk_weights is None else topk_weights
@@ -251,10 +251,10 @@ def compute_gradients(
     needed: set[str],  # names of operands
     main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:
-    """Run the ops. Each tensor is dropped after its last use: see the table at the top."""
+    """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # a graph passes the slots in one tensor, because Inductor compiles visible slices anew
+    if not is_traced:  # traced ops slice the buffer inside, because Inductor compiles visible slices twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})

@@ -1,7 +1,7 @@
 """The ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas.
 
-Backward is three ops, so that tensors are freed between them as soon as nothing reads them any more. An op adds
-a weight's gradient to `main_grad` if there is one. The ops' schemas do not declare this mutation, because no
+Backward is three ops, so that tensors can be freed between two ops, after their last use. An op adds a weight's
+gradient to `main_grad` if the weight has one. The ops' schemas do not declare this mutation, because no
 tracer reaches the ops with a `main_grad`: see `fused.py`.
 """
 
@@ -37,8 +37,8 @@ from .steps import (
 
 
 def empty_low(like: Tensor, operands: ExpertOperands, b: Tensor | None) -> Tensor | None:
-    """Return an unwritten tensor for the product of rows and one factor of an adapter, or None. `b` is the other
-    factor."""
+    """Return an uninitialised tensor [R, r] for a low-rank product of the rows. Return None if `b` [E, out, r], the
+    second factor of the adapter, is None."""
     return None if b is None else empty_rows(like, operands.num_rows, b.shape[2])
 
 
@@ -59,7 +59,7 @@ def hidden_gradients_op(
     is_traced: bool,
 ) -> HiddenGradients:
     """Compute the gradients of the pre-activations. A tracer cannot know whether GEMMs gather or read a copy. With
-    `is_traced`, `drows` is therefore a tensor in both cases, unwritten if GEMMs gather."""
+    `is_traced`, `drows` is therefore a tensor in both cases, uninitialised if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
@@ -162,7 +162,7 @@ def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 class UpGradients(NamedTuple):
     dtokens: Tensor | None
-    dtopk_weights: Tensor | None  # [T, K], if the weights multiply the input
+    dtopk_weights: Tensor | None  # [T, K], if the routing weights multiply the input
     db_up: Tensor | None
     dup_a: Tensor | None
     dup_b: Tensor | None  # [E, r, 2F or F], transposed

@@ -30,7 +30,7 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
     """Return the float32 tensor that a weight's gradient is added to.
 
     Raises:
-        ValueError: the weight has no `main_grad` of its shape on its device, or the elements of `main_grad` share
+        ValueError: `main_grad` is missing, has another dtype, shape or device than required, or its elements share
             memory.
     """
     given = getattr(weight, "main_grad", None)
@@ -47,7 +47,7 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
 
 
 def mark_added(weight: Any) -> Tensor | None:
-    """Return what autograd gets for a weight whose gradient is in `main_grad`.
+    """Return the gradient that autograd gets for a weight, after the true gradient was added to `main_grad`.
 
     This is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
     parameters. Megatron's hooks need a tensor, whose values they ignore.

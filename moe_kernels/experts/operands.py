@@ -16,8 +16,8 @@ from .steps import Experts
 class ExpertOperands(NamedTuple):
     """Operands of forward and backward. Operands that a call does not use are None.
 
-    Forward gets the position of the rows in one of three ways: `rows` from the caller, a choice of experts to sort, or
-    a router that chooses. Backward gets what forward found: `topk_weights`, and `rows` or `sorted_slots`.
+    Forward gets one of three operands: `rows` from the caller, `topk_experts` to sort, or a `router` that chooses the
+    experts. Backward gets `topk_weights`, and `rows` or `sorted_slots`.
     """
 
     tokens: Tensor  # [T, D]
@@ -55,11 +55,11 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return the experts in the form in which the GEMMs of rows read them."""
+        """Return the experts with the weights that the GEMMs of rows read: in e4m3 with a precision."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
-        """Return the position of the rows: the caller's `rows`, or the rows of `sorted_slots`."""
+        """Return the caller's `rows`, or the rows of `sorted_slots`."""
         if self.rows is not None:
             return self.rows
         assert self.sorted_slots is not None

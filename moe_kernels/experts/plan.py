@@ -1,4 +1,4 @@
-"""The GEMMs of one expert layer in a forward and backward, as its op selects them."""
+"""Lists the GEMMs that the op of an expert layer runs in a forward and backward, and their kernels."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def plan_experts(
     Args:
         target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
     """
-    # With gradients enabled, forward keeps the pre-activations, and backward does not multiply for them again.
+    # Gradients are enabled so that forward keeps the pre-activations. Backward then does not recompute them.
     with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
         kind = as_activation("plan_experts", activation)
         operands = make_operands(tokens, weights, activation=kind, precision=precision)

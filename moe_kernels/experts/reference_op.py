@@ -1,9 +1,9 @@
 """The reference of `fused_experts` as one registered op, for tracers.
 
-The reference cuts rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
-data. They see this op, whose shapes are known. The op runs the reference, and its backward runs the reference again to
-differentiate it. Without a tracer the reference runs without the op, and autograd differentiates it. Quantised weights
-always take the op, because autograd would save them dequantised.
+The reference cuts rows into groups, and the sizes of the groups are values of a tensor. Tracers, fake tensors and meta
+tensors have no values. They get this op, because its shapes are known. The op runs the reference. Its backward runs
+the reference again and differentiates it. Without a tracer, the reference runs without the op, and autograd
+differentiates it. Quantised weights always take the op, because autograd would save them dequantised.
 """
 
 from __future__ import annotations
@@ -126,9 +126,9 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
         experts = operands.experts._replace(weights=ExpertWeights(*rest[:4]), adapters=Adapters(*rest[4:]))
         return run_reference(operands._replace(tokens=tokens, topk_weights=topk_weights, experts=experts))
 
-    # Inside an op autograd is off, but torch.func works.
+    # Differentiate by torch.func, because autograd is off inside an op.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    # Strides of gradients from autograd depend on the inputs, but the fakes are contiguous.
+    # Make gradients contiguous, like the fakes: the strides that autograd gives depend on the inputs.
     gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 

@@ -1,4 +1,4 @@
-"""The gradient of tokens in one pass: the sum over their rows, and the part that flows through the routing weights.
+"""Computes the gradient of tokens in one pass: the sum over their rows, and the part through the routing weights.
 
 If a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
 
@@ -131,7 +131,7 @@ def _combine_with_router_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and both row strides
+    ALIGNED: tl.constexpr,  # common divisor of D and both row strides
     BLOCK_D: tl.constexpr,
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""

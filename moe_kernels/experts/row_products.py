@@ -1,5 +1,5 @@
-"""The products on one chunk's rows. Decides for each product between a gather and a copy, and chooses the form of the
-weight and the kernel."""
+"""The GEMMs on the rows of one chunk of tokens. Decides for each GEMM whether rows are gathered or copied, how the
+weight is stored, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Matrices = Tensor | QuantizedMatrices | ScaledMatrices
 
 
 class Rows(NamedTuple):
-    """The integers of a permutation. The methods choose kernels and launch them on the permutation's rows."""
+    """The index tensors of a permutation. The methods choose kernels and launch them on the permutation's rows."""
 
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R] contiguous
@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens in the memory layout that the steps read."""
+        """Return the tokens, with batch invariance in a memory layout that does not depend on the batch."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
         extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
         out: Tensor | None = None,  # [R, N]; not with matrices in e4m3
     ) -> Tensor:  # [R, N]
-        """Multiply each row by its expert's matrix and add the bias. `gather` reads the rows of `a` by token.
+        """Multiply each row by its expert's matrix and add the bias. With `gather`, `a` has a row per token.
 
         The product of `extra` is added before rounding. If the matrices are in e4m3, `a` is quantised unless it already
         is.
@@ -193,7 +193,7 @@ class Rows(NamedTuple):
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
         if not is_worth_fusing(b, num_rows):
             return None
-        # Expanded tensors have the shape of the results without allocating their memory.
+        # Select the kernel with expanded tensors, which have the shape of the results but not their memory.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(
@@ -245,7 +245,7 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Return which gathers are copies before a GEMM rather than part of it. `tokens` may be `dout`."""
+        """Return which gathers are copies, made before the GEMM that reads the rows. `tokens` may also be `dout`."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight):
             return selection.Copies(False, False, False)
@@ -265,7 +265,7 @@ class Rows(NamedTuple):
 
     def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, K] -> [R, K]
         values = tokens.values.new_empty(self.row_to_token.shape[0], tokens.values.shape[1])
-        whole = torch.int64  # copies 8 numbers at once
+        whole = torch.int64  # to copy 8 numbers at once
         launch_permute(tokens.values.view(whole), None, self.slot_to_row, values.view(whole))
         return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 
@@ -290,7 +290,7 @@ _LONGEST_FUSED = 3072  # columns of the reduction
 
 def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
     """Return whether the GPU's copy engine saves more time than a copy to aligned rows costs. The tensor is an operand
-    or the result of a GEMM. The copy engine needs rows that are multiples of 16 bytes."""
+    or the result of a GEMM. The copy engine needs rows that start at multiples of 16 bytes."""
     many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
     is_copied = many and matrices.element_size() == 2 and selection.target_cc(matrices.device) >= 90
     return is_copied and not has_aligned_rows(matrices)
@@ -299,9 +299,9 @@ def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
 def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
 
-    Tiles of the fused GEMM are half as wide, because they share memory with their part of H. The additional reads grow
-    with the length of the reduction, but the cost of the saved pass does not. With few rows other designs multiply
-    faster.
+    Tiles of the fused GEMM are half as wide, because shared memory also holds their part of H. The additional reads
+    grow with the length of the reduction, but the cost of the saved pass does not. With few rows, kernels of other
+    designs are faster.
     """
     return num_rows > _ROWS_NOT_WORTH_FUSING * b.shape[0] and b.shape[1] <= _LONGEST_FUSED
 

@@ -1,4 +1,4 @@
-"""Copies the routing weights of slots to rows. Sums the parts of a routing weight's gradient, which one row holds."""
+"""Copies routing weights from slots to rows. Sums each row's partial gradients of its slot's routing weight."""
 
 from __future__ import annotations
 

@@ -146,11 +146,11 @@ def down(experts: Experts, rows: Rows, activated: Tensor | ScaledRows) -> Tensor
 
 
 class HiddenGradients(NamedTuple):
-    """Inputs of the gradients of tokens and weights. These gradients do not read H."""
+    """Tensors from which backward computes the gradients of tokens and weights, without reading H again."""
 
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]
-    dtopk_weights: Tensor  # [T, K] float32, if the weights multiply the output
+    dtopk_weights: Tensor  # [T, K] float32, if the routing weights multiply the output
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
@@ -172,8 +172,8 @@ def hidden_gradients(
 ) -> HiddenGradients:
     """Return dH, A_w and the gradient of the routing weights.
 
-    With `overwrite` dH overwrites H, which must not be a saved tensor then. With a destination dH and A_w are written
-    there. `scaled` gets dH once more, in e4m3: see `can_scale_gradient`.
+    With `overwrite`, dH overwrites H, so H must not be a saved tensor. With a destination, dH and A_w are written
+    there. `scaled` also receives dH, in e4m3: see `can_scale_gradient`.
     """
     b_down, (_, up_b, down_a, down_b) = experts.weights.b_down, experts.adapters
     of_other_rows = destination is not None  # the rows of dH then follow another permutation
@@ -260,7 +260,7 @@ def w_down_gradient(
     weighted: Tensor,  # A_w [R, F]
     main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]
-    """Return gather(dout)^T @ A_w, or `main_grad`, to which the product is added."""
+    """Return gather(dout)^T @ A_w. If `main_grad` is given, add the product to it and return `main_grad`."""
     a = dout.contiguous() if drows is None else drows
     if _is_transposed(experts.weights.w_down):
         return rows.wgrad(weighted, a, gather_dout=drows is None, add_to=_transposed(main_grad)).transpose(1, 2)
@@ -275,7 +275,7 @@ def w_up_gradient(
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
     main_grad: Tensor | None = None,  # [E, 2F or F, D]
 ) -> Tensor:  # [E, 2F or F, D]
-    """Return dH^T @ gather(tokens), or `main_grad`, to which the product is added."""
+    """Return dH^T @ gather(tokens). If `main_grad` is given, add the product to it and return `main_grad`."""
     copy = experts.weight_on_input or rows.choose_copies(tokens, experts.weights).tokens_backward
     rows_in = rows.permute(tokens, experts.input_weights(topk_weights)) if copy else tokens
     if _is_transposed(experts.weights.w_up):

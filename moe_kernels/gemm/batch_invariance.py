@@ -2,9 +2,9 @@
 
 The batch can influence a token's result in three ways:
 
-* The kernel of a matrix product is chosen by the number of rows, and each kernel sums in its own order. The package
-  therefore chooses its kernels for `ASSUMED_ROWS`, whatever the actual number. It calls no library's product, because a
-  library chooses its kernel by the number of rows. Within a kernel, every tile sums an element in the same order.
+* The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. The package
+  therefore always chooses kernels for `ASSUMED_ROWS` rows. It computes no token's result with a library, because a
+  library chooses by the actual number of rows. Within a kernel, every tile sums an element in the same order.
 * The address and strides of the tokens also decide between kernels: see `canonical_layout`.
 * On a CPU, PyTorch's summation order depends on the shape of a product. The ends of a tensor are computed with other
   instructions than its middle. The reference therefore computes one token after another.
@@ -76,7 +76,7 @@ def _alone(tensor: Tensor, i: int) -> Tensor:
 def canonical_layout(rows: Tensor) -> Tensor:
     """Return the same values in a layout independent of the batch: contiguous, at a multiple of 16 bytes."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
-        return rows.view(-1).view(rows.shape)  # resets the stride of a single row, which is arbitrary
+        return rows.view(-1).view(rows.shape)  # the views reset the arbitrary stride of a single row
     return rows.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
 """The kernel catalog: one object per GEMM kernel and configuration, with its properties and the arguments it supports.
 
     args = GroupedGemmArguments(A, B, out, offsets=offsets)
-    kernels = get_kernels(args)              # those that support these arguments, best first; all when args is None
+    kernels = get_kernels(args)     # kernels that support these arguments, best first; all kernels if args is None
     kernel = kernels[0]
     artifact = kernel.compile(args)
     kernel.run(args, artifact)
@@ -52,7 +52,7 @@ class Operand:
     dtype: torch.dtype
     layout: str | None = None
     alignment_bytes: int = 1
-    other_dtypes: tuple[torch.dtype, ...] = ()  # also supported
+    other_dtypes: tuple[torch.dtype, ...] = ()  # further supported dtypes
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -87,7 +87,7 @@ class Design:
     gather: bool = False  # rows of an operand are read through an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles computed together for each column tile, to share operands in the L2 cache
+    group_tiles: int = 8  # row tiles computed for one column tile before the next, to share operands in the L2 cache
 
     @functools.cached_property
     def tile_options(self) -> dict[str, int]:
@@ -124,7 +124,7 @@ class KernelMetadata:
     kernel_name: str
     kernel_class: type[Kernel]
     min_cc: int
-    operands: Any  # the family's class of operands: GemmOperands, WgradOperands, ...
+    operands: Any  # requirements on the operands: GemmOperands, WgradOperands, ...
     design: Design
     epilogue: str | None = None  # the activation applied to the product
     max_cc: int | None = None  # highest supported compute capability; None: no limit
@@ -134,9 +134,9 @@ class KernelMetadata:
 class Kernel(abc.ABC):
     """One kernel in one configuration."""
 
-    arguments_class: type  # has `A`, `accumulator_type`, `operands`; usually a subclass of `Arguments`
-    obstacle: str | None = None  # why the installed software cannot run the kernel
-    epilogues: Collection[str] = ()  # possible epilogues; the catalog lists the kernel with the first
+    arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
+    obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
+    epilogues: Collection[str] = ()  # epilogues that the kernel can have; the catalog lists only the first
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -145,7 +145,7 @@ class Kernel(abc.ABC):
         return f"<{self.metadata.kernel_name}>"
 
     def supports(self, args: Arguments) -> Status:
-        """Check whether this kernel computes these arguments. Reads shapes, dtypes, strides and device, no values."""
+        """Check whether this kernel supports these arguments. The check reads no values of tensors."""
         if not (status := self.takes(args)):
             return status
         if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
@@ -153,7 +153,7 @@ class Kernel(abc.ABC):
         return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
 
     def would_support(self, args: Arguments) -> bool:
-        """Return whether the kernel computes these arguments with the installed software, whatever their device."""
+        """Return whether the kernel and the installed software support these arguments. Ignores their device."""
         return self.obstacle is None and bool(self.takes(args))
 
     def takes(self, args: Arguments) -> Status:
@@ -167,7 +167,7 @@ class Kernel(abc.ABC):
         for name, tensor in args.operands.items():
             if error := operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
-        # Shapes are valid from here on, so designs may rely on them.
+        # This check comes before `supports_design`, which relies on valid shapes.
         if isinstance(args, Arguments) and (error := args.error()):
             return Status(error)
         return self.supports_design(args)
@@ -179,11 +179,11 @@ class Kernel(abc.ABC):
         wanted = f"{self.metadata.min_cc} to {self.metadata.max_cc or 'any'}"
         return Status(f"needs compute capability {wanted}, the device has {cc}")
 
-    @functools.cache  # noqa: B019  # the catalog keeps its kernels
+    @functools.cache  # noqa: B019  # no leak, because the catalog never frees a kernel
     def with_epilogue(self, activation: str) -> Kernel:
-        """Return this kernel with another of its `epilogues`. It must already have one.
+        """Return this kernel with another of its `epilogues`. This kernel must have an epilogue.
 
-        The catalog lists one activation in place of all, because the fastest kernel does not depend on the activation.
+        The catalog lists only one activation, because the fastest kernel does not depend on the activation.
         """
         assert self.metadata.epilogue is not None
         name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
@@ -221,7 +221,7 @@ class Kernel(abc.ABC):
                 on_device_of(args.A, self._run, *given)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
-        """Compile for arguments like these, on their device or the compilation target, without a launch.
+        """Compile for arguments like these without a launch, for their device or for Triton's current target.
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
@@ -256,12 +256,12 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def supports_design(self, args: Any) -> Status:
-        """Check the design's requirements beyond those of single operands."""
+        """Check the requirements that `metadata.operands` does not state."""
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return the estimated cost, comparable between kernels for the same arguments: that of the tiles, padding
-        included, or of reading the operands if more. Assumes equal speed."""
+        """Return the estimated cost, which compares kernels for the same arguments. The cost is that of the tiles with
+        their padding, or of reading the operands if that is higher. All designs are assumed equally fast."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:

@@ -1,4 +1,4 @@
-"""Files of measured kernels, which `tune` writes: a table for each GPU model.
+"""Tables of measured kernels, one file for each GPU model. `tune` writes them.
 
 MOE_KERNELS_TUNING names the folder of the tables; "off" disables them. Default: moe_kernels in the user's cache.
 """
@@ -14,13 +14,13 @@ from typing import NamedTuple
 class Table(NamedTuple):
     """Measurements of one GPU model."""
 
-    kernels: dict[str, str]  # kernel names by `Arguments.table_key`
-    copies: dict[str, list[bool]]  # fields of `Copies` by `copies_key`
+    kernels: dict[str, str]  # the fastest kernel's name for each `Arguments.table_key`
+    copies: dict[str, list[bool]]  # the fastest `Copies`, as a list, for each `copies_key`
     milliseconds: dict[str, float] | None = None  # each kernel's time, keyed like `kernels`, if recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables; `other` wins for keys in both."""
-        # A time is kept only with the kernel for which it was measured.
+        # The time of a replaced kernel is dropped, because it does not hold for the new kernel.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
             self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
@@ -51,12 +51,12 @@ def table_name(gpu: str) -> str:
 
 
 def paths(gpu: str | None = None) -> list[Path]:
-    """Return the existing tables of a GPU model, at most one, or of all models."""
+    """Return the existing table files of all GPU models, or of one model, which has at most one file."""
     return [] if USER is None else sorted(USER.glob("*.json" if gpu is None else table_name(gpu)))
 
 
 def table_of(gpu: str) -> Table:
-    """Return the table of a GPU model; without one, an empty table."""
+    """Return the table of a GPU model, or an empty table if no file exists."""
     return next(map(read, paths(gpu)), Table({}, {}))
 
 

@@ -1,4 +1,4 @@
-"""The rule of thumb for sizes without a measurement: the order of kernels."""
+"""Sort kernels by a rule of thumb, for sizes without a measurement."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
-_MANY_ROWS = 2048  # per group; a bound of `rows_bucket`
+_MANY_ROWS = 2048  # rows per group, a power of two like every result of `rows_bucket`
 _WIDEST_TILE = 256  # columns
-_DRIFTING = 0.85  # speed of warp-specialised programs that drift apart
+_DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is true
 
 
 def _half_speed(args: Arguments) -> int:
     """Return how many multiplications per element read give half the full speed, from measurements on an H100.
 
-    A piece of a row that does not start at a cache line is read as two cache lines. Reading then bounds the GEMM: tiles
-    of 128x256 are 1.19 to 1.35 times as fast as tiles of 128x128. With many rows the wide tiles are 1.1 to 1.35 times
-    as fast if none is cut to half its width.
+    A larger result favours wide tiles. If a piece of a row does not start at a cache line, it is read as two lines, and
+    reading bounds the GEMM. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128. With many rows,
+    wide tiles are 1.1 to 1.35 times as fast if none is cut to half its width.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED
@@ -53,12 +53,12 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 def _drifts(args: Arguments) -> bool:
     """Return whether warp-specialised programs that share data drift so far apart that the L2 cache drops the data.
 
-    This holds for gradients of many rows without a gather, whose last column tile is partly filled. For these, on an
-    H100, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels.
+    This happens in gradients of many rows if no rows are gathered and the last column tile is partly filled. There, on
+    an H100, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels.
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as for the gradient of the rows
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as in the input gradient
         gathers = args.row_to_token is not None
     else:
         return False

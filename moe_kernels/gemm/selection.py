@@ -1,6 +1,6 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists what a function selects, for this GPU or for another one. Tools thus show which GEMMs an op runs.
+`planning` lists the kernels that an op selects on this GPU or on another one. Tools use it to show an op's GEMMs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Target(NamedTuple):
     """A GPU that kernels are selected for. This machine need not have the GPU."""
 
     cc: int
-    gpu: str | None  # name of the GPU, which selects the tables
+    gpu: str | None  # the model's name, which its table's file name contains; None if unknown
     table: Table
 
 
@@ -78,12 +78,12 @@ _planner = _Planner()
 def planning(
     target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True
 ) -> Iterator[list[Choice]]:
-    """List the GEMMs that this thread runs, in their order. Ops run their functions, without autograd and records.
+    """List the GEMMs that this thread runs, in order. Meanwhile, ops bypass autograd and replay no recorded launches.
 
     Args:
         target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
             selects for the operands' GPU and launches.
-        copies: result of `choose_copies`; None, the default, keeps its own choice.
+        copies: fixed result of `choose_copies`. None, the default, lets that function choose.
         fuses: whether a GEMM may have an activation in its epilogue.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)
@@ -103,7 +103,7 @@ def target_cc(device: torch.device) -> int:
 
 
 def select(args: Arguments) -> Kernel:
-    """Return the kernel to run for these arguments. Arguments with equal keys get the same kernel.
+    """Return the kernel to run for these arguments. Arguments with equal `selection_key` get the same kernel.
 
     Raises:
         NotImplementedError: no kernel supports the arguments; the message holds each kernel's reason.
@@ -154,10 +154,10 @@ def run_if_supported(args: Arguments) -> bool:
 
 
 def run_product(args: GroupedGemmArguments) -> None:
-    """Write `args.out`, without an epilogue, as `run` does. Bias and row scale take a second launch if that is faster.
+    """Run a product without an epilogue. Apply bias and row scale in a second launch if that is faster.
 
-    The fastest kernels support no row scale and not every bias. After such a kernel, a memory-bound pass over the
-    output applies them and rounds the product once more.
+    The fastest kernels support no row scale and not every bias. A second, memory-bound launch then applies bias and row
+    scale to the rounded product and rounds again.
     """
     if args.bias is None and args.row_scale is None:
         return run(args)
@@ -165,11 +165,11 @@ def run_product(args: GroupedGemmArguments) -> None:
         return run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = find(plain)
-    # float16 may overflow before the scale or the bias makes the values small.
+    # Keep float16 in one launch: the bare product may overflow, even if row scale or bias would make it small.
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return run(args)
     table = kernel.tile_table(plain)
-    run(dataclasses.replace(plain, tile_table=table))  # runs the same kernel
+    run(dataclasses.replace(plain, tile_table=table))  # the table does not change the selection
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 
@@ -207,10 +207,10 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 
 
 def _by_epilogue(args: Arguments) -> Kernel | None:
-    """Return the kernel for an epilogue that the catalog does not list, or None if there is no such kernel.
+    """Return the kernel for an epilogue that the catalog does not list, or None to search the whole catalog.
 
-    The catalog lists one epilogue in place of all of its kind. Another epilogue gets the kernel that would run with the
-    listed one, unless the table has a measurement for the other epilogue.
+    The catalog lists one gated and one plain activation. Any other activation gets the kernel that would run with the
+    listed one of its kind. A measurement of the other activation in the table takes precedence: the result is None.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -222,7 +222,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Return the arguments with the epilogue that represents theirs in the catalog and the tables."""
+    """Return the arguments with their epilogue replaced by the listed one of its kind (see `listed_epilogue`)."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -244,14 +244,14 @@ def get_kernels(
     cc: int | None = None,
     metadata_filter: Callable[[KernelMetadata], bool] | None = None,
 ) -> list[Kernel]:
-    """Return the kernels that support `args`, run on compute capability `cc` (90 for 9.0) and pass the filter.
+    """Return the kernels that support `args`, run on compute capability `cc` (90 for 9.0) and satisfy the filter.
 
-    Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the choice
-    of the measured table, then the order of a rule of thumb. Every epilogue that a kernel supports is considered, not
-    only listed ones.
+    Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the one in
+    the measured table, then the others by a rule of thumb. They include kernels whose epilogue for `args` the catalog
+    does not list.
 
-    With `cc`, the device of `args` is ignored: tensors on any device stand for tensors on such a GPU. The device's
-    table is then ignored. Without `cc`, only kernels that run on the device of `args` are listed.
+    With `cc`, the device of `args` and that device's table are ignored. The tensors may then be on any device. Without
+    `cc`, only kernels that run on the device of `args` are returned.
     """
     epilogue = None if args is None else args.epilogue
     kernels = [_taking(epilogue, listed) for listed in ALL_KERNELS]
@@ -274,16 +274,16 @@ def measured_best(args: Arguments) -> str | None:
 def choose_copies(
     tokens: Tensor, w_up: Tensor | torch.Size, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the table's choice of copies. Without an entry in the table, a rule decides.
+    """Choose which gathers are copies, by the table or, if the table has no entry, by a rule.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
-    by gathering. For tokens in backward the number of columns of w_up decides. It is half as large for a plain
-    activation. The threshold is higher there, because the copy exists at the same time as the largest gradient and
-    raises the peak of memory. Forward fuses a plain activation only into a GEMM of copied rows.
+    by gathering. Backward copies tokens only if w_up also has many columns. For plain activations, which halve the
+    columns, this doubles the least d_ff: the copy exists at the same time as the largest gradient and raises the peak
+    of memory. Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: a shape means a contiguous weight in the dtype of the tokens, a meta tensor a weight with its strides.
+        w_up: the weight. A shape stands for a contiguous weight in the tokens' dtype, a meta tensor for its strides.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if (plan := _planner.plan) is not None and plan.copies is not None:
@@ -305,7 +305,7 @@ def choose_copies(
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the choice of copies for an entry of the table. `entry` is None if the table has none."""
+    """Return the copies in `entry` if it is given and w_up's GEMM is warp-specialised, else those of the rule."""
     num_experts, num_columns, d_model = w_up.shape
     # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
@@ -323,7 +323,7 @@ def _shaped_like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
-    """Return the choice of copies, given the kernel `up` for contiguous rows and the table's entry, if any."""
+    """Choose which gathers are copies. `up` is w_up's kernel for copied rows, `entry` the table's choice."""
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:
         return Copies(*entry)
@@ -332,14 +332,14 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return these for arguments like these, in this process."""
+    """Make `choose_copies` return `copies` for arguments like these, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # The key holds everything that `copies_for` reads. It omits the layout of the tokens, because `copies_for` uses
-    # rows of its own.
+    # The key holds everything that `copies_for` reads. That excludes the layout of the tokens, because `copies_for`
+    # makes its own rows.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows
@@ -347,7 +347,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table of this GPU; an empty one if there is none."""
+    """Return the user's table of this GPU, or an empty table if there is none."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

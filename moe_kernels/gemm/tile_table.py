@@ -29,7 +29,7 @@ def table_blocks(num_groups: int) -> dict[str, int]:
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of entries: a rounded-up block for every group that can have rows, and for the tail."""
+    """Return the maximum number of tiles. Each group with rows may end in a partly filled tile, and so may the tail."""
     most: Any = torch.sym_min(num_groups + 1, num_rows)
     return (num_rows - most) // block_rows + most
 
@@ -40,7 +40,7 @@ def num_table_programs(capacity: int, num_groups: int) -> int:
 
 
 def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: int) -> TileTable:
-    """Return a table with unwritten tensors, on the device of `like`."""
+    """Return a table with uninitialised tensors, on the device of `like`."""
     return TileTable(
         like.new_empty(num_groups + 2, dtype=torch.int32),
         like.new_empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32),
@@ -53,8 +53,8 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
 class _Parts(NamedTuple):
     """Layout of a table's tensors in one block of memory."""
 
-    sizes: tuple[int, ...]  # sizes of the tensors, and of the gaps that align them like the first
-    places: tuple[int, ...]  # positions of order, bounds, tiles and num_tiles in `sizes`
+    sizes: tuple[int, ...]  # int32 elements of each tensor and of each gap; gaps align the tensors to 16 bytes
+    places: tuple[int, ...]  # indices of order, bounds, tiles and num_tiles in `sizes`
     total: int
 
 
@@ -82,8 +82,8 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """Return an `empty_tile_table` in one block of memory. One block is faster, but an op may not return such a
-    table."""
+    """Return an `empty_tile_table` in one block of memory. One block is faster, but an op must not return
+    tensors that share memory."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)
@@ -105,7 +105,7 @@ def make_tile_table(
 
 
 def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
-    """Write the table that belongs to these offsets."""
+    """Write the table of the groups with these offsets."""
     num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
@@ -132,7 +132,7 @@ def _options(num_groups: int, block_rows: int) -> dict[str, int]:
 
 @triton.jit
 def write_tile_table(
-    block,  # number of the program, which writes PROGRAM_ENTRIES entries and the places of as many groups in `order`;
+    block,  # index of the program; it writes PROGRAM_ENTRIES entries and the places of as many groups in `order`;
     # program 0 also writes the bounds and the numbers of tiles
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
@@ -166,7 +166,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # The programs cover at least as many entries as groups, so every group has the number of an entry.
+        # The entry's number also serves as a group's number, because the programs cover at least G entries.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

@@ -59,7 +59,7 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
 
 def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
-    """Return `launch` followed by a check of every n-th launch's result. Each check takes other groups.
+    """Return a function that calls `launch` and checks one of `every` results. Each check takes other groups.
 
     A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
     CUDA graph captures, because results cannot be read during capture.
@@ -68,7 +68,7 @@ def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callab
         launch: returns the kernel that it launched, or None.
 
     Raises (by the returned function):
-        RuntimeError: names the kernel, and by how much its result is wrong.
+        RuntimeError: a result is wrong; the message names the kernel and the size of the error.
     """
     numbers = itertools.count(1)
 
@@ -108,8 +108,8 @@ def _sampled(num_groups: int, first: int) -> list[int]:
 
 
 def _as_precise_as_sums_of(dtype: torch.dtype, comparison: Comparison) -> Comparison:
-    """Round float32 results of 16-bit and float8 operands, because tensor cores sum their products in fewer bits than
-    plain PyTorch."""
+    """Round float32 results of 16-bit and float8 operands to bfloat16, because tensor cores sum such products in
+    fewer bits than plain PyTorch."""
     actual, baseline, exact = comparison
     if dtype.itemsize >= 4 or actual.dtype != torch.float32:
         return comparison
@@ -222,7 +222,7 @@ def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> It
 
 
 def _of_wgrad(args: WgradArguments, first: int) -> Iterator[Comparison]:
-    if args.accumulate:  # `out` before the addition is overwritten
+    if args.accumulate:  # the values of `out` before the addition are lost
         return
     bounds = _bounds(args, args.num_rows)
     for group in _sampled(len(args.out), first):

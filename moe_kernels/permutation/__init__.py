@@ -1,1 +1,1 @@
-"""Token order to expert order and back."""
+"""Conversion between token order and expert order."""

@@ -1,4 +1,4 @@
-"""Token order to expert order and back: `permute` copies tokens to rows, `combine` sums rows to tokens."""
+"""Conversion between token order and expert order: `permute` copies tokens to rows, `combine` sums rows to tokens."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
 
 
 def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
-    """Write each token, times the slot's weight, to its rows. Padding rows are not written."""
+    """Write each token to its rows, times the slot's weight if given. Padding rows are not written."""
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
@@ -169,7 +169,7 @@ def _permute_kernel(
     num_tokens,
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the strides of rows
+    ALIGNED: tl.constexpr,  # common divisor of D and the strides of rows
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -254,8 +254,8 @@ def launch_combine(
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Return the columns per program: a power of two from 512 that divides `d_model`, so that no thread idles, else all
-    columns."""
+    """Return the columns per program, at most 2048: the largest power of two that divides `d_model`, so that no thread
+    idles. If that is below 512, return `d_model` rounded up to a power of two."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
@@ -297,9 +297,9 @@ def _combine_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # divides D and the stride of rows
+    ALIGNED: tl.constexpr,  # common divisor of D and the stride of rows
     BLOCK_D: tl.constexpr,
-    SKIP: tl.constexpr,  # most slots may be dropped
+    SKIP: tl.constexpr,  # branch around dropped slots, because most may be dropped
 ):
     """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)

@@ -33,7 +33,7 @@ MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's blocks
 
 _FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
-_RANKED = 32  # slots whose rows one program finds
+_RANKED = 32  # slots per program that finds rows by comparison
 _COMPARED = slots_compared_at_once
 _ALIGNED_INTEGERS = 4  # int32 numbers in 16 bytes, the alignment for which Triton specialises kernels
 
@@ -114,7 +114,7 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
 def _sort_block(num_experts: int) -> tuple[int, int]:
     """Return (slots that one program counts and places, warps that place them).
 
-    One warp sorts and scans without shared memory or barriers. The counts have a row per program. With many experts
+    One warp sorts and scans without shared memory or barriers. Each program writes a row of E counts. With many experts
     rows are long, so fewer and larger programs are faster.
     """
     return (256, 1) if num_experts <= 128 else (512, 4)
@@ -130,8 +130,8 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation in one tensor, for calls without `max_rows`. Its parts are views that start at multiples of 16
-    bytes."""
+    """A permutation stored in one tensor, for calls without `max_rows`. Its tensors are views of `buffer` that start at
+    multiples of 16 bytes."""
 
     buffer: Tensor  # [N, 4] int32; begins with the offsets [E]
     slots_per_token: int
@@ -146,7 +146,7 @@ class SortedSlots(NamedTuple):
         return cls(buffer, top_k, num_experts, block_rows)
 
     def sort(self, topk_experts: Tensor) -> Permutation:
-        """Write the permutation of these slots and return it."""
+        """Write the permutation of these slots to `buffer`, and return the views."""
         permutation = self.permutation(len(topk_experts))
         results = *permutation[:3], *permutation.tile_table[:4]
         _launch_sort(topk_experts, self.num_sorted_experts, self.rows_of_block, results)

@@ -11,7 +11,7 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
 
 The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 the
 code is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
-gives the same bits. In bfloat16, the backward of transformers gives others, because it rounds scales first.
+gives the same bits. In bfloat16, the backward of transformers gives other bits, because it rounds scales first.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from ..types import QuantizedWeight
 
 _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 _SUBNORMAL = 1 << 22  # the bits of the subnormal float32 number 2 ** -127
-ONE_127TH = 0.00787401574803149  # 1 / 127 in the digits of bitsandbytes
+ONE_127TH = 0.00787401574803149  # 1 / 127 with the digits that bitsandbytes writes
 
 
 def decode_scales(scales: Tensor) -> Tensor:  # float32
     """Return scales of any dtype as float32. Bytes are e8m0 exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
-    # Assembles float32 from bits, because some devices cannot convert e8m0.
+    # Assemble float32 from bits, because some devices cannot convert e8m0.
     stored = scales.view(torch.uint8)
     exponent = stored.int() << 23
     powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # 255 gives infinity
@@ -65,11 +65,11 @@ def decode_mxfp4(
     blocks: Tensor,  # [..., in / 32, 16] uint8
     scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
 ) -> Tensor:  # [..., in] float32
-    """Return each number times its group's power of two, computed as (2 * number) * (power / 2): every half power fits
-    float32."""
+    """Return each number times its group's power of two. Compute (2 * number) * (power / 2), because power / 2 always
+    fits float32."""
     codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
     table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
-    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # takes int32 without a conversion to int64
+    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # embedding needs no int64 indices
     return numbers.mul_(_half_powers(scales).unsqueeze(-1)).flatten(-2)
 
 

@@ -15,7 +15,7 @@ _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 def block_scales(sizes):
     """Return (scales, inverse scales) of blocks. `sizes` holds the largest absolute value of each block."""
     at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # PyTorch divides a number by a tensor with these two operations.
+    # Use the two operations by which PyTorch divides a number by a tensor, for the same bits.
     inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
     return tl.div_rn(1.0, inverse), inverse
 
@@ -42,7 +42,7 @@ def encode_e4m3(values):
     # Round the bits here, ties to even, because the interpreter truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # keeps 3 mantissa bits, changes the bias
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 mantissa bits, bias of e4m3
     # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 rounds to such a multiple.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)

@@ -1,4 +1,4 @@
-"""Quantisation of rows to e4m3 with a scale for each row and 128 columns. The bits are those of `reference_fp8`."""
+"""Quantisation of rows to e4m3 with a scale for each 128 columns of a row. The bits are those of `reference_fp8`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_BLOCKS = 8  # blocks of a row that one program quantises
 
 
 def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
-    """Return unwritten rows on the device of `like`."""
+    """Return uninitialised rows and scales on the device of `like`."""
     values = like.new_empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
     return ScaledRows(values, like.new_empty(cdiv(num_columns, BLOCK), num_rows, dtype=torch.float32).t())
 

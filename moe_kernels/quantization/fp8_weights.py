@@ -58,7 +58,7 @@ def launch_requantize(weight: Tensor, forms: Forms, checksums: Tensor) -> None:
 
 
 def scaled_forms(*of_weights: Forms) -> ScaledForms:
-    """Join the quantised forms of w_up and of w_down."""
+    """Collect the results of `launch_quantize_weight` for w_up and for w_down."""
     fields: dict[str, Tensor] = {}
     for name, (here, turned) in zip(("up", "down"), of_weights, strict=True):
         for suffix, form in (("", here), ("_turned", turned)):
@@ -108,7 +108,7 @@ def _odd_numbers(first: tl.constexpr):
 
 @triton.jit
 def _checksum(weight):  # [128, 128]
-    """Return the sum of each element's bits times its own odd number, modulo 2**64."""
+    """Return the sum over all elements of their bits times an odd number per position, modulo 2**64."""
     bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
     factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
     return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)
@@ -140,7 +140,7 @@ def _quantize_weight_kernel(
     checksums_ptr,  # [num_blocks], or None
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    IS_FIRST: tl.constexpr,  # quantise every block; else those whose checksum differs
+    IS_FIRST: tl.constexpr,  # whether to quantise all blocks; else only those with another checksum
 ):
     """One program writes one block of both results and its checksum. Grid: (num_blocks,)."""
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
@@ -168,7 +168,7 @@ def _quantize_weight_kernel(
             tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
             tl.store(scales_ptr + block, scale)
         if turned_values_ptr is not None:
-            # Triton transposes bytes through shared memory.
+            # Triton transposes through shared memory, where bytes take the least space.
             turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
             turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])

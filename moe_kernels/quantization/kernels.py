@@ -111,7 +111,7 @@ def _power(byte, HALF: tl.constexpr, NAN_255: tl.constexpr):
     """Return an e8m0 number, or half of it, as float32."""
     stored = byte.to(tl.int32)
     exponent = stored - HALF
-    # 2 ** -127 and 2 ** -128 are subnormal.
+    # 2 ** -127 and 2 ** -128 are subnormal: a mantissa bit represents them.
     subnormal = tl.where(exponent < 0, 1 << 21, 1 << 22)
     bits = tl.where(exponent < 1, subnormal, exponent << 23)
     if NAN_255:
@@ -261,7 +261,7 @@ def _dequantize_kernel(
 
 
 def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in] contiguous
-    """Return the dequantised weight. The caller has checked it."""
+    """Return the dequantised weight. The weight is already checked."""
     num_experts, size_out, size_in = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if not out.numel():

@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-Registered ops call them, because Inductor would compile a visible GEMM a second time for few tokens. The kernels of a
-16-bit router also add bias and addend and round, in the same pass. A launch costs the host a quarter of the time of a
-cuBLAS call through PyTorch. A list of launches can contain it.
+Registered ops call these functions, because Inductor would compile a visible GEMM a second time for few tokens. The
+kernels of a 16-bit router also add a bias and an addend, and round, in the same pass. A launch takes a quarter of the
+host time of a cuBLAS call through PyTorch, and can be part of a list of launches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # programs that keep most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # tile of the weight's gradient
-_SUMMED = 512  # values per program; with 4 per thread, no data is exchanged between threads to write 16 bits
+_SUMMED = 512  # values per program: 4 per thread, so that threads store 16-bit results without exchanging data
 
 
 @once_per_form
@@ -57,7 +57,7 @@ def router_logits(
 
 
 def router_gradients(
-    dlogits: Tensor,  # [T, E] float32, or [T, 2E] split
+    dlogits: Tensor,  # [T, E] float32, or [T, 2E] as [high | low]
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
     dtokens: Tensor | None,  # [T, D]: a gradient to add to the tokens' gradient
@@ -83,7 +83,7 @@ def router_gradients(
 
 def launch_product(
     a: Tensor,  # [M, K] 16-bit
-    b: Tensor,  # [K, N], or [K / 2, N] for both halves of K
+    b: Tensor,  # [K, N], or [K / 2, N] that multiplies both halves of a's columns
     out_dtype: torch.dtype,
     *,
     bias: Tensor | None = None,  # [N]
@@ -135,7 +135,7 @@ def launch_weight_gradient(
 ) -> Tensor:  # [E, D]
     """Return (high + low)^T @ tokens, accumulated in float32 and rounded once.
 
-    Programs sum over shares of the tokens, and the shares are summed in a fixed order.
+    Each program sums over a share of the tokens. A second launch adds these sums in a fixed order.
     """
     num_tokens, d_model = tokens.shape
     num_experts = dlogits.shape[1] // 2
@@ -275,7 +275,7 @@ def store_gradient(
     mask,
     SPLIT: tl.constexpr,
 ):
-    """Write the gradient of the logits of BLOCK_T tokens, with SPLIT as [high | low]."""
+    """Write the gradient of the logits of BLOCK_T tokens: [high | low] if SPLIT, else float32."""
     if direct_ptr is not None:
         gradient += tl.load(direct_ptr + t * direct_strides[0] + expert * direct_strides[1], mask=mask, other=0.0)
     if SPLIT:

@@ -1,6 +1,6 @@
-"""The linear router as one op: logits, choice and weights, and their gradients. The op keeps no [T, E] tensor.
+"""The linear router as one op: logits, choice and weights, and their gradients. The op saves no [T, E] tensor.
 
-`softmax.py` has the kernels of the plain softmax, and `scored.py` those of all other routers in this op.
+`softmax.py` has the kernels of the plain softmax, and `scored.py` the kernels of all other routers in this op.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ linear_routing_op.register_autograd(_backward, setup_context=_setup)
 
 
 def needed_of_router(needed: set[str]) -> tuple[bool, bool, bool]:
-    """Return whether tokens, weight and bias are among the names."""
+    """Return whether the tokens, the router's weight and its logit bias are among the names."""
     return "tokens" in needed, "w_router" in needed, "logit_bias" in needed
 
 
@@ -135,7 +135,7 @@ def _logits_gradient(
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor,  # [T, K]
     dlogits: Tensor | None,  # [T, E]
-) -> Tensor:  # [T, E] float32, or [T, 2E] split
+) -> Tensor:  # [T, E] float32, or [T, 2E] as [high | low]
     w_router, logits = router.w_router, None
     split_dtype = halves_dtype(tokens, w_router)
     if not router.is_softmax_of_chosen:

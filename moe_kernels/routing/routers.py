@@ -1,6 +1,6 @@
 """The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
 
-`softmax.py` has the op of the plain softmax, `scored.py` that of most other specs, and `linear_op.py` the op that
+`softmax.py` has the op for the plain softmax, `scored.py` the op for most other specs, and `linear_op.py` the op that
 includes the linear map. Two kinds of specs run in plain PyTorch on the logits, under every implementation:
 SparseMixer, and norms other than the sum.
 """
@@ -37,9 +37,9 @@ def topk_routing(
 ) -> Routing:
     """Choose each token's `top_k` experts and weigh them, in float32.
 
-    The experts of a token are distinct and ordered by falling score, selection bias included; the lower id is first on
-    ties. NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN.
-    Deterministic. Differentiable in `logits`. The result's logits are the scored ones: capped if the spec has a cap.
+    A token's experts are distinct and in descending order of score, selection bias included. The lower id wins ties.
+    NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN. The
+    returned logits are those that are scored: capped if the spec has a cap. Deterministic. Differentiable in `logits`.
 
     Shapes: logits [T, E], selection_bias [E]; result topk_experts [T, K] int32, topk_weights [T, K] float32, logits
     [T, E].
@@ -82,7 +82,7 @@ def linear_routing(
     """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
 
     If a kernel reads the logits directly, the function is one autograd node. The node saves the tokens and the choice
-    of experts, and recomputes the logits if backward needs them. No [T, E] tensor is kept. The gradient of the logits
+    of experts, and recomputes the logits if backward needs them. No [T, E] tensor is saved. The gradient of the logits
     is float32, and both GEMMs that read it accumulate in float32. Deterministic. Differentiable in `tokens`,
     `w_router` and `logit_bias`, through weights and logits.
 
@@ -158,7 +158,7 @@ def routing_weights(
     Shapes: logits [T, E], topk_experts [T, K] int32; result [T, K] float32.
 
     Args:
-        logits: those of a `Routing`, that is, as scored.
+        logits: the `logits` of a `Routing`, after the cap if the spec has one.
         topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so a
             slot with another id counts as empty.
 
@@ -189,7 +189,7 @@ def selection_keys(
     *,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
-    """Return the numbers whose top-k a router takes: logits or scores plus bias, -inf in excluded groups.
+    """Return the keys by which a router ranks experts: logits or scores, plus bias, and -inf in excluded groups.
 
     Plain PyTorch on every device. Not differentiable.
 

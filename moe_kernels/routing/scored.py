@@ -50,8 +50,8 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """Return sizes with which one warp owns whole rows, so that a reduction needs no shared memory. More than 512
-    places take more warps."""
+    """Return the tokens and warps of a program. One warp holds a row of up to 512 places, so that reductions need no
+    shared memory."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -206,7 +206,7 @@ def _scores(logits, highest, total, SCORE: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(
-    keys,  # [BLOCK_T, G_P2, S_P2] int32, ordered
+    keys,  # [BLOCK_T, G_P2, S_P2] int32 from `topk.key`
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     TOP2_SUM: tl.constexpr,

@@ -3,7 +3,7 @@
     softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
     softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
 
-The softmax keeps the order of the logits. Choosing experts by logit is therefore exact, however exponentials round.
+The softmax keeps the order of the logits. Choosing experts by logit is exact and avoids the rounding of exponentials.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _topk_kernel(
     pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
     chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
-    # The first chosen logit is the highest of all. A NaN was replaced by infinity; infinity less itself is NaN again.
+    # The first chosen logit is the highest of all. A NaN was replaced by infinity. Infinity minus infinity is NaN.
     highest = tl.max(chosen_logits, 1)
     weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
     if NORMALIZE:
@@ -127,8 +127,8 @@ def topk_backward_op(
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
-    high + low is the float32 value. A 16-bit GEMM with float32 accumulation multiplies the split matrix at twice the
-    cost. The relative error of high + low is at most the square of the 16-bit rounding error.
+    high + low approximates the float32 value. The relative error is at most the square of the 16-bit rounding error. A
+    16-bit GEMM with float32 accumulation multiplies the split matrix at twice the cost.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts

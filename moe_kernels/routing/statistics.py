@@ -24,7 +24,7 @@ class RoutedForward(NamedTuple):
     keys: Tensor  # [T, E]
     choices: Tensor  # [T, K] integers; negative means no expert
     kept: Tensor | None  # [T, K] integers: the choices within capacities; None: all choices
-    token_mask: Tensor | None  # [T] bool: False for padding, which enters only the number of tokens with padding
+    token_mask: Tensor | None  # [T] bool: False for padding, which counts only in "tokens with padding"
     aux_loss: Tensor | None  # scalar
 
 
@@ -36,9 +36,9 @@ def add_routing_statistics(
 ) -> None:
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
-    `counts`: tokens that each expert got, tokens that chose each expert, calls, tokens, tokens with padding, and rows
-    that fill the last tile of the first `num_experts` experts. `sums`: entropies of the softmax of the logits, margins
-    of the keys, the call's relative excess of the most chosen expert over the mean, losses, the number of losses, and
+    `counts`: tokens that each expert kept, tokens that chose each expert, calls, tokens, tokens with padding, and rows
+    that pad the last tile of each of the first `num_experts` experts. `sums`: entropies of the logits' softmax, margins
+    of the keys, relative excesses of each call's most chosen expert over the mean, losses, the number of losses, and
     the smallest margin so far. A margin is the lowest key of a chosen expert minus the highest key of another expert,
     or zero if both are equal.
 
@@ -140,7 +140,7 @@ def _partial_statistics_kernel(
         keys = tl.load(row + e[None, :], mask=is_read, other=float("-inf")).to(tl.float32)
         last = tl.min(tl.where(slots > 0, keys, float("inf")), 1)
         best = tl.max(tl.where(slots > 0, float("-inf"), keys), 1)
-        margin = tl.where(last == best, 0.0, last - best)  # in excluded groups all keys may be -inf
+        margin = tl.where(last == best, 0.0, last - best)  # if both are -inf, last - best is NaN
         margins += tl.where(is_token, margin, 0.0).to(tl.float64)
         smallest = tl.minimum(smallest, tl.where(is_token, margin, float("inf")))
         tokens += is_token.to(tl.int32)

@@ -1,5 +1,4 @@
-"""Device functions that choose the k highest of a token's logits, by falling value. On ties the lower expert is
-first."""
+"""Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties."""
 
 from ..runtime.triton import tl, triton
 
@@ -18,14 +17,14 @@ def ranked(logits):
 
 @triton.jit
 def key(logits):
-    """Return an int32 with the order of the value. -inf maps above -(2**31), the key of an expert that is taken or does
-    not exist."""
+    """Return int32 keys in the order of the logits. -inf maps above -(2**31), the key of experts that are already
+    chosen or do not exist."""
     return ordered(ranked(logits).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def choose_highest(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """Return the experts of the highest keys, [BLOCK_T, K_P2]. On ties the lower expert is first."""
+    """Return the experts of the highest keys, [BLOCK_T, K_P2], in descending order. The lower index wins ties."""
     TAKEN: tl.constexpr = -(2**31)
     expert = tl.arange(0, E_P2)[None, :]
     k = tl.arange(0, K_P2)[None, :]
@@ -42,8 +41,8 @@ def choose_highest(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.const
 def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
     """Return (experts as `choose_highest`, whether each token's choice is unsure [BLOCK_T]) in less than half the time.
 
-    The id of the expert replaces the last bits of its key. One maximum then finds both, and no two keys are equal. The
-    choice is unsure if two successive keys differ only in the id: the replaced bits would decide their order.
+    The id of the expert replaces the last bits of its key. One maximum then finds key and expert, and no two keys are
+    equal. The choice is unsure if two successive keys differ only in the id: the order then depends on replaced bits.
     """
     # The shift drops one bit of the value, so that a difference of two keys fits 32 bits.
     expert = tl.arange(0, E_P2)[None, :]
@@ -54,8 +53,8 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     is_unsure = tl.zeros((keys.shape[0],), tl.int32)
     for step in range(TOP_K):
         chosen = tl.where(k == step, (E_P2 - 1 - (best & (E_P2 - 1)))[:, None], chosen)
-        # As unsigned numbers, the differences key - best are larger for keys below the best than for all others, and
-        # largest for the nearest. The next maximum takes one addition and one comparison per key.
+        # As an unsigned number, key - best is larger for keys below the best than for all others. It is largest for the
+        # next lower key. Finding that key takes one addition and one comparison per key.
         nearest = tl.max((short - best[:, None]).to(tl.uint32, bitcast=True), 1)
         following = best + nearest.to(tl.int32, bitcast=True)
         is_unsure |= ((following & -E_P2) == (best & -E_P2)).to(tl.int32)

@@ -1,6 +1,6 @@
-"""Decisions of every op before it runs: whether it checks its operands, and which implementation computes it.
+"""Decides before each op runs whether its operands are checked, and which implementation runs.
 
-All ops follow one rule, and nothing falls back silently.
+All ops follow the same rule. No op falls back to another implementation silently.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .triton import HAS_TRITON, INTERPRET
 
 IMPLEMENTATIONS = ("triton", "reference")
 
-# Dtypes that the Triton kernels compute in. The interpreter adds bfloat16 numbers as if they were integers.
+# Dtypes that the Triton kernels compute in. bfloat16 is missing in the interpreter, which adds it as integers.
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 FLOAT8 = torch.float8_e4m3fn  # only the GEMM kernels support it
@@ -31,12 +31,12 @@ FLOAT8_CC = 89  # compute capability of the first GPUs that multiply float8
 
 Result = TypeVar("Result")
 
-_MOST_FORMS = 4096  # forms that a check remembers before it forgets all
+_MOST_FORMS = 4096  # number of stored forms at which a check's cache is cleared
 _NEW: Any = object()
 
 
 def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Remember the result of `check` for each form of operands that it accepted. A form is what `_form` returns.
+    """Cache the results of `check` by the form of the operands: see `_form`. Errors are not cached.
 
     `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
     """
@@ -62,8 +62,8 @@ _VALUES = {type(None), bool, int, float, str, torch.dtype}
 
 
 def _form(operands: Collection[Any]) -> tuple[Any, ...] | None:
-    """Return all properties that a check can read, or None if an operand is neither a plain tensor nor a plain
-    value."""
+    """Return all properties of the operands that a check can read. Return None if an operand has an unknown type, such
+    as a subclass of Tensor."""
     form = []
     for operand in operands:
         kind = type(operand)
@@ -139,10 +139,9 @@ def is_traced(tensor: Tensor) -> bool:
 
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that disables autocast on this tensor's device. References run in it, because kernels ignore
-    autocast.
+    """Return a context that disables autocast on this tensor's device, or an empty context if autocast is off.
 
-    The context is empty if autocast is off.
+    Reference implementations run in this context, because kernels ignore autocast.
     """
     device_type = tensor.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for meta

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .triton import HAS_TRITON, INTERPRET, triton
 
-# Triton up to 3.9 fuses multiplications and additions by default, and 3.9 warns unless the option is set. 3.10 will not
-# fuse by default.
+# Ask for fused multiply-adds. Triton up to 3.9 fuses by default, but 3.9 warns unless the option is set, and 3.10 will
+# not fuse by default.
 FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enable_fp_fusion": True}
 
 _hooks = triton.knobs.runtime
@@ -98,7 +98,7 @@ _MOST_SIGNATURES = 4096
 def run_launch(
     launch: Launch, operand: Tensor, artifact: CompiledArtifact | None = None, scratch: Tensor | None = None
 ) -> None:
-    """Launch on the current stream of the current device, which is the operand's.
+    """Launch on the current stream. The current device must be the device of `operand`.
 
     Args:
         artifact: a kernel to run, compiled for the static properties of this launch.
@@ -114,8 +114,8 @@ def run_launch(
     if ready is not None and not ready.needs_scratch:
         _launch(launch, ready)
         return
-    # Triton stores the allocator of scratch memory in a context variable. New threads, such as autograd's, have none.
-    # Setting it in a copy of the context never replaces the caller's allocator.
+    # Triton stores the allocator of scratch memory in a context variable, which is unset in new threads, such as
+    # autograd's. Set it in a copy of the context, so that the caller's allocator is never replaced.
     contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
@@ -128,7 +128,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside are then parts of it
+        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside then have no own replay
 
 
 launching = _Thread()  # state of the current thread
@@ -152,8 +152,8 @@ def launch_hooks() -> list[Any]:
 def ensure_context(device: int) -> None:
     """Give this thread the CUDA context of a GPU.
 
-    Encoding a descriptor and the driver's launches need a context. A new thread, such as autograd's, has none before
-    its first launch.
+    Encoding a descriptor and the driver's launches need a context. A new thread, such as autograd's, has no context
+    before its first launch.
     """
     if device not in launching.devices:
         torch.empty(1, device=f"cuda:{device}").zero_()

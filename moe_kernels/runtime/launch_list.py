@@ -27,12 +27,12 @@ class NotRecordable(Exception):
 
 
 class LaunchList:
-    """Launches kernels one after another on the current stream of a device, which must be the current one.
+    """Launches kernels in order on the current stream of `device`, which must be the current device.
 
     Args:
-        places: the place of each memory of the recording.
+        places: the tensor and byte offset of each memory of the recording.
         scratch: for each launch, the place of the memory for descriptors that its kernel makes, or None.
-        born: the form in which each memory was allocated.
+        born: the shape, strides and dtype with which each memory was allocated.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
-REQUIRED = 1 << 31  # as in launch_list.c
+REQUIRED = 1 << 31  # marks a tensor that is not empty, as in launch_list.c
 DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
-# Triton numbers data types like its instructions. The driver's encoder uses slightly different numbers.
+# Triton's numbers of dtypes -> numbers that the driver's encoder uses. Numbers that are not listed are the same.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
 
@@ -225,7 +225,7 @@ def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
 
 @functools.cache
 def _library() -> Any:
-    """Compile launch_list.c, as Triton compiles its own launchers: once per machine, in Triton's cache."""
+    """Compile launch_list.c as Triton compiles its own launchers: once per machine, into Triton's cache."""
     from triton.runtime.build import compile_module_from_src
 
     include = str(Path(triton.__file__).parent / "backends" / "nvidia" / "include")

@@ -1,4 +1,4 @@
-"""Operands packed by name: NamedTuples of tensors and other values as the flat arguments of a registered op."""
+"""Converts NamedTuples of tensors and other values to the flat arguments of a registered op, and back."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 class Places(NamedTuple):
     """Positions of the tensors among values of certain types."""
 
-    number: int  # identifies the types
+    number: int  # a unique number for these types
     places: tuple[int, ...]
-    read: Callable[[Any], tuple[Tensor, ...]]  # returns the tensors of a sequence of values of these types
+    read: Callable[[Any], tuple[Tensor, ...]]  # function from a sequence of such values to the tensors
     others: tuple[int, ...]  # positions of the values that are neither tensors nor None
-    read_others: Callable[[Any], tuple[Any, ...]]  # returns these values
+    read_others: Callable[[Any], tuple[Any, ...]]  # function from a sequence of such values to the others
     num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
@@ -87,20 +87,20 @@ def places_of(*types: type) -> Places:
 
 
 def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
-    # With one place, itemgetter returns the value itself.
+    # With one place, itemgetter would return a value instead of a tuple.
     return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
 class Packing:
     """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
 
-    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has one leaf more,
-    `has_<name>`, which tells whether it is given. A weight that may be quantised has a leaf of its own name, which is
+    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf,
+    `has_<name>`: whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is
     None if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
     """
 
     def __init__(self, hints: dict[str, Any]):
-        self.types: dict[str, Any] = {}  # types of the leaves
+        self.types: dict[str, Any] = {}  # type of each leaf, by the name of the leaf
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
@@ -112,7 +112,7 @@ class Packing:
         self.names = tuple(self.types)
 
     def _visit(self, name: str, kind: Any, path: str, absent: str) -> str:
-        """Add the leaves below `path`. Return the expression that packs them again.
+        """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves.
 
         Args:
             absent: an expression that is true if a NamedTuple around `path` is None; empty if there is none.
@@ -157,10 +157,10 @@ class PackedSignature(Packing):
         result = hints.pop("return")
         super().__init__(hints)
         self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
-        if not self.has_packed:  # calls may omit arguments that have default values
+        if not self.has_packed:  # no conversion, so that calls may omit default arguments
             self.flatten = self.pack = lambda *arguments: arguments
         self.result = result if is_packed(result) else None
-        if self.has_packed:  # the schema needs no special type for a result that is None
+        if self.has_packed:  # a result may be None although the schema has the type Tensor
             num_results = len(self.result._fields if self.result else get_args(result))
             returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
             self.schema = f"(Tensor[] tensors, str others) -> {returned}"
@@ -183,7 +183,7 @@ class PackedSignature(Packing):
         return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
     def name_results(self, results: Any) -> Any:
-        """Return the registered op's results in the form in which the function returns them."""
+        """Return the results as the function does: in its NamedTuple, or else unchanged."""
         return results if self.result is None else self.result._make(results)
 
 
@@ -191,7 +191,7 @@ def _leaf_to_string(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return "..."
     if isinstance(leaf, torch.SymInt):
-        return repr(int(leaf))  # a size of a model, such as its top_k
+        return repr(int(leaf))  # sizes of the model, such as top_k, become constants
     if isinstance(leaf, float):  # Dynamo makes floats symbolic with dynamic shapes; `hex` makes them constants again
         leaf = float.fromhex(leaf.hex())
     return repr(str(leaf) if isinstance(leaf, torch.dtype) else leaf)

@@ -1,4 +1,4 @@
-"""Names for PyTorch's private API, with public equivalents. Code outside `runtime` does not use `torch._C` directly."""
+"""Names for PyTorch's private API. Comments name public equivalents. Only `runtime` uses `torch._C` directly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsa
 
 
 def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Let the compiler call a function of one object while it traces. The graph contains no part of the call.
+    """Wrap a function of one argument, so that Dynamo calls it while tracing. The graph contains no part of the call.
 
     Dynamo evaluates a metaclass's `__instancecheck__` on the object itself. `torch.compiler.assume_constant_result`
     takes no module in PyTorch 2.11, and compiles once per module in 2.13.
@@ -44,13 +44,13 @@ TensorGuards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAtt
 def unseen_by_tracers() -> Iterator[None]:
     """Return a context in which new tensors hold values even while `torch.compile` or `torch.export` traces.
 
-    Modes that record ops, such as that of selective checkpointing, do not see the ops inside.
+    Modes that record ops, such as the mode of selective checkpointing, do not see the ops inside.
     """
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-# Returns None outside `torch.jit.trace`. Every op reads it; `torch.jit.is_tracing` takes twice as long.
+# Returns None outside `torch.jit.trace`. Every op calls this function, and `torch.jit.is_tracing` takes twice as long.
 jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -76,8 +76,8 @@ unseen_by_autocast = torch._C._DisableAutocast
 # Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
-# `fp32_precision("cuda", "matmul")` equals `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time; every
-# launch reads it. `torch.get_float32_matmul_precision` raises once the new setting has been used.
+# `fp32_precision("cuda", "matmul")` returns `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time.
+# Every launch calls this function. `torch.get_float32_matmul_precision` raises once the new setting has been used.
 fp32_precision = torch._C._get_fp32_precision_getter
 
 

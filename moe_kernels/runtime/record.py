@@ -1,5 +1,5 @@
-"""A recorded function of tensors as a list of steps: kernel launches, whose addresses each run fills in, and PyTorch
-operations.
+"""Repeats a recorded function as a list of steps: kernel launches and PyTorch operations. Each run writes the addresses
+of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. If all temporaries together take at most 32
 MiB, they share one block. Temporaries with separate lifetimes share its bytes, and the block is freed at the end of a
@@ -23,7 +23,7 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # if temporaries take more bytes together, large ones stay out of the block
-_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; smaller memory may be freed late
+_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; other small memory may be freed late
 
 
 class _Segment(NamedTuple):
@@ -107,7 +107,7 @@ class Record:
             made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
-            elif results:  # without results it was an operation in place
+            elif results:  # an operation in place has no results
                 for place, tensor in zip(results, made, strict=True):
                     memory[place] = tensor
 
@@ -176,7 +176,7 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Add memory for the descriptors that kernels make. Kernels run one after another, so all share it."""
+        """Add memory for the descriptors that kernels make. Kernels run one after another, so all share this memory."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))

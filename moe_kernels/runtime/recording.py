@@ -68,7 +68,7 @@ class Descriptor(NamedTuple):
 
 
 class RecordedLaunch(NamedTuple):
-    launch: Launch  # its arguments hold Ref and Descriptor for tensors and descriptors
+    launch: Launch  # with Ref and Descriptor in place of tensors and TMA descriptors
     compiled: Any  # Triton's compiled kernel; None in the interpreter
 
 
@@ -88,10 +88,10 @@ class Memory:
     address: int
     form: Form  # the tensor as it was allocated
     num_bytes: int
-    storage: StorageWeakRef  # keeps the storage's identity unique without keeping its bytes
+    storage: StorageWeakRef  # weak: `cdata` stays unique, but the bytes can be freed
     steps: list[int] = field(default_factory=list)  # the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
-    is_parameter: bool = False  # whether it is the memory of a parameter, which its module keeps
+    is_parameter: bool = False  # whether it is a parameter's memory, which stays allocated anyway
 
 
 def _is_on(device: torch.device, arguments: Any) -> bool:
@@ -112,14 +112,14 @@ class Recording(TorchDispatchMode):
         for tensor in inputs:
             self._add("caller", tensor)
         spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
-        # If operands overlap, a tensor in the shared memory would be attributed to only one of them.
+        # With overlap, the recording is not used: a tensor in shared bytes would be attributed to only one operand.
         self.operands_overlap = any(first[1] > second[0] for first, second in pairwise(spans))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with observing_launches(self._observe), self:
             result = function(*args)
         if not any(isinstance(step, RecordedLaunch) for step in self.steps):
-            # The reference reads values on the host by `tolist`, which no mode sees.
+            # Refuse the reference, which reads values on the host by `tolist`: no mode sees that.
             self.obstacle = self.obstacle or "launches no kernel"
         return result
 

@@ -34,11 +34,11 @@ class Call(NamedTuple):
 
     args: tuple[Any, ...]  # arguments of the function
     leaves: tuple[Any, ...]
-    places: Places  # where the tensors are among the leaves
+    places: Places  # positions of the tensors among the leaves
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]  # the leaves that are neither tensors nor None
     form: Form | None  # the form to replay, if known
-    is_unseen: bool  # whether the dispatcher would only call the function
+    is_unseen: bool  # whether the function may be called without the dispatcher
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
@@ -48,10 +48,10 @@ def may_replay(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_unseen(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the dispatcher would only call an op's function.
+    """Return whether an op's function may be called without the dispatcher.
 
-    Modes see calls only through the dispatcher, and a profiler gets an op's name from it. Tensors whose values are not
-    in their memory also need the dispatcher. All tensors are on one device.
+    Modes and profilers see only calls through the dispatcher. Meta tensors and negated views also need the dispatcher,
+    because their memory does not hold their values. All tensors are on one device.
     """
     return not (
         not may_replay(tensors)
@@ -63,8 +63,8 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 
 
 def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-    """Return the result of a function that calls ops. If nothing sees the ops, their launches are replayed as one
-    list."""
+    """Return the result of a function that calls ops. If no mode or profiler observes the ops, their launches are
+    replayed as one list."""
     if torch.is_grad_enabled() or not places_of(*map(type, tensors)).are_plain or not is_unseen(tensors):
         return function(tensors)
     with _below_autograd():
@@ -75,8 +75,8 @@ class Op:
     """An op of PyTorch's dispatcher that mutates none of its tensors and takes no lists of tensors.
 
     Replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and results of the
-    function, its fake and `setup_context` may be NamedTuples of tensors and other values, and a result's field may be
-    None: see `PackedSignature`. A repeated form of operands is replayed: see `Replayed`.
+    function, its fake and `setup_context` may be NamedTuples of tensors and other values. A field of a result may be
+    None: see `PackedSignature`. Calls with a repeated form of operands are replayed: see `Replayed`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], signature: PackedSignature):
@@ -160,9 +160,9 @@ class Op:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register `setup_context(ctx, inputs, output)`, which forward calls, and `backward(ctx, *gradients)`.
 
-        `backward` returns a tuple with a gradient or None for each parameter. With packed parameters `inputs` is a
-        `Call`, `backward` returns a dictionary of the gradients by the names of leaves, and `needed` tells which are
-        needed.
+        `backward` returns a tuple with a gradient or None for each parameter. With packed parameters, `inputs` is a
+        `Call`, and `backward` returns a dictionary of gradients by leaf name. `needed` returns the names of the leaves
+        that need a gradient.
         """
         self._backward, self._setup_context = backward, setup_context
 
@@ -171,7 +171,7 @@ class Op:
         return {name for name, need in zip(ctx.names, ctx.needs_input_grad, strict=False) if need}
 
     def saved(self, ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], Sequence[Tensor | None]]:
-        """Return the op's arguments and results that `save_for_backward` kept, given their tensors."""
+        """Return the op's arguments and results, built from the tensors that `save_for_backward` saved."""
         num_tensors = len(ctx.places.places)
         leaves = ctx.places.join(tensors[:num_tensors], ctx.others)
         return self._signature.pack(*leaves), tensors[num_tensors:]
@@ -179,7 +179,7 @@ class Op:
     def _below_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
         if signature.has_packed:
-            tensors, others = arguments  # the string of all other leaves
+            tensors, others = arguments  # others: all other leaves as a string
             return self._replayed.run(
                 others, [*tensors], lambda _: self._function(*signature.pack(*signature.from_schema(tensors, others)))
             )
@@ -189,7 +189,7 @@ class Op:
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
         tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
-        are_plain = places_of(*map(type, tensors)).are_plain  # tensors of tracers are not: their sizes may be symbols
+        are_plain = places_of(*map(type, tensors)).are_plain  # not those of tracers: sizes may be symbols
         if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # compiled code
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)
@@ -205,8 +205,8 @@ class Op:
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
-            # Calls the function that the dispatcher would call next. Another pass of the dispatcher takes longer than a
-            # replay.
+            # Call the function that the dispatcher would call next, because another pass of the dispatcher takes longer
+            # than a replay.
             if are_plain and is_unseen(tensors):
                 return self._below(*arguments)
             return self.overload(*arguments)
@@ -232,8 +232,8 @@ class Op:
 
 
 def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
-    """Save a call with packed parameters and results for backward: its tensors through autograd, other operands
-    unchanged."""
+    """Save a call with packed parameters, and results, for backward. Autograd saves the tensors, and `ctx` keeps the
+    other operands."""
     saved = *call.tensors, *results
     ctx.save_for_backward(*saved)
     ctx.places, ctx.others = call.places, call.others
@@ -243,10 +243,10 @@ def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = (
 
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return what a node saved. Call it once in a backward.
+    """Return the tensors that a node saved. Call this function once in a backward.
 
-    Releases autograd's references, unless the graph is retained. A tensor's memory is then free as soon as the caller
-    drops it, not only after backward.
+    Releases autograd's references, unless the graph is retained. The memory of a tensor is then free as soon as the
+    caller drops the tensor, not only after backward.
     """
     tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
@@ -292,7 +292,7 @@ _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function that writes only to `mutates` as an op. It runs on the GPU of its first tensor."""
+    """Register a function that writes only to `mutates` as an op. The op runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         signature = PackedSignature(function)

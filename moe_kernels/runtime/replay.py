@@ -16,9 +16,9 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # per function; with text of varying length each number of tokens is a form
-# Recording takes longer than one replay saves. A model with few layers and a new number of tokens in each step would
-# record often and replay rarely.
+_MOST_FORMS = 512  # stored per function; with texts of varying length, each number of tokens is a form
+# A form is recorded only after this many calls, because recording takes longer than one replay saves. A model with few
+# layers and a new number of tokens in each step would otherwise record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
@@ -38,13 +38,13 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result; None: it is one tensor
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # outputs -> result; None: result is outputs[0]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """Return the result. Changes the list of tensors: see `Record`."""
+        """Replay the record and return the result. The list `tensors` is changed: see `Record`."""
         assert self.record is not None
         outputs = self.record(tensors)
         return outputs[0] if self.make is None else self.make(outputs)
@@ -83,13 +83,13 @@ class Replayed:
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
-        """With `frees_operands`, each operand is released after its last use. Its memory is then free unless others
-        hold it."""
+        """With `frees_operands`, each operand is released after its last use. Its memory is then free, unless there are
+        other references."""
         self.name = name
         self._frees_operands = frees_operands
         self._forms: dict[Any, list[Form]] = {}
         self._num_forms = 0
-        self._lock = threading.Lock()  # guards changes
+        self._lock = threading.Lock()  # guards changes of `_forms`
         _all.append(self)
 
     def find(
@@ -97,7 +97,7 @@ class Replayed:
         key: Any,  # the operands that are not tensors
         tensors: Sequence[Tensor],
     ) -> Form | None:
-        """Return the form of operands that are to be replayed, or None."""
+        """Return the form of these operands if its record can be replayed now, else None."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             return None
@@ -106,7 +106,7 @@ class Replayed:
 
     def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
         """Return the function's result. The first tensor's GPU is made current, because Triton launches there. The
-        function may empty the list `tensors`. Ops that the function calls are recorded as parts of it."""
+        function may empty the list `tensors`. Ops that the function calls become part of its record."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -123,7 +123,7 @@ class Replayed:
         key = self._key(key, tensors)
         form = self._known(key, tensors)
         if form is None:
-            if len({id(tensor) for tensor in tensors}) < len(tensors):  # guards accept no tensor twice
+            if len({id(tensor) for tensor in tensors}) < len(tensors):  # `TensorGuards` refuses a repeated tensor
                 return function(tensors)
             form = self._add(key, tensors)
         if form.record is not None:
@@ -134,7 +134,7 @@ class Replayed:
             return function(tensors)
         recording = Recording(tensors)
         result = recording.run(function, tensors)
-        if recording.operands_overlap:  # the operands of later calls might not overlap
+        if recording.operands_overlap:  # record a later call, whose operands might not overlap
             form.calls = 0
         else:
             form.keep(recording, result, self._frees_operands)
@@ -158,7 +158,7 @@ class Replayed:
         form = Form(tensors)
         with self._lock:
             if self._num_forms >= _MOST_FORMS:
-                self._num_forms -= len(self._forms.pop(next(iter(self._forms))))  # the oldest
+                self._num_forms -= len(self._forms.pop(next(iter(self._forms))))  # oldest key
             self._forms[key] = [*self._forms.get(key, ()), form]
             self._num_forms += 1
         return form

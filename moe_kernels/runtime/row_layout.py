@@ -14,7 +14,7 @@ _MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return unwritten rows on the device of `like`, each of which starts at a multiple of 128 bytes if it is long.
+    """Return uninitialised rows on the device of `like`. Rows of at least 1024 bytes start at multiples of 128 bytes.
 
     A GEMM reads pieces of 128 bytes of each row. If rows start elsewhere, each piece lies in two cache lines, and the
     GEMM takes up to 1.3 times as long.
@@ -33,7 +33,7 @@ def has_aligned_rows(matrices: Tensor) -> bool:  # [E, M, N]
 
 
 def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N]
-    """Return unwritten matrices of the same shape and the same contiguous axis, with rows like `empty_rows`."""
+    """Return uninitialised matrices of the same shape and contiguous axis. Rows start at multiples of 128 bytes."""
     if matrices.stride(2) != 1 and matrices.stride(1) == 1:
         return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
     num_matrices, num_rows, num_columns = matrices.shape
@@ -45,7 +45,7 @@ def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N
 def alignment(*sizes: int) -> int:
     """Return the largest power of two up to 16 that divides all sizes and strides.
 
-    Triton itself only sees whether 16 divides a number. A kernel that rounds its sizes to this divisor loads and stores
-    several elements at once.
+    Triton itself only sees whether 16 divides a number. Kernels therefore round sizes down to multiples of the divisor.
+    No size changes, but loads and stores take several elements at once.
     """
     return math.gcd(_MOST_ALIGNED, *sizes)

@@ -31,7 +31,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if TYPE_CHECKING:
-    # Triton's annotations describe the compiler's objects, not the code of kernels.
+    # Untyped, because Triton's annotations describe the compiler's objects, not the values in a kernel.
     class _Untyped(type):
         def __getattr__(cls, name: str) -> Any: ...
 
@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort like `tl.sort`. The interpreter runs each of its exchanges as an op, which takes tenths of a second."""
+        """Sort like `tl.sort`, by NumPy. The interpreter runs each exchange as an op, in tenths of a second."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 
@@ -72,8 +72,8 @@ slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7
 
 
 def cdiv(x: int, y: int) -> int:
-    """Return the value of `triton.cdiv(x, y)`. Triton's function takes microseconds on the host, because it also serves
-    inside kernels."""
+    """Return the value of `triton.cdiv(x, y)`. Triton's function takes microseconds on the host, because kernels can
+    also call it."""
     return -(-x // y)
 
 

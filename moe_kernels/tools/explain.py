@@ -70,7 +70,7 @@ def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
 
 
 def why_not_faster(step: Step, target: Target) -> str | None:
-    """Return why the kernel does not have the fastest design, or None if it has."""
+    """Return why the kernel is not warp-specialised, the fastest design, or None if it is."""
     _, args, kernel = step
     if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
         return None
@@ -80,7 +80,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
-    # The reason of the fastest kernel designed for these operands is the most useful one.
+    # The kernel that fits these operands best comes first, because the reason why it cannot run is the most useful.
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )
@@ -146,7 +146,7 @@ def print_tables(target: Target) -> None:
 
 
 def print_steps(layer: Layer, steps: list[Step], target: Target) -> None:
-    """Print the GEMMs of a layer, and why they are no faster."""
+    """Print the kernel of each GEMM of a layer, and why no faster kernel runs."""
     decodes = any(isinstance(step.args, DecodingGemmArguments) for step in steps)
     if layer.format is not None and not decodes:
         print(f"Weights: {layer.format}, dequantised before each GEMM")

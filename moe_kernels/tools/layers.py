@@ -63,7 +63,7 @@ class Layer(NamedTuple):
         return plan_experts(self.tokens, self.topk_experts, self.topk_weights, weights, **settings, **options)
 
     def forms(self) -> Iterator[tuple[str, Step]]:
-        """Yield name and step of each GEMM to measure. The activation's gradient is a separate pass here.
+        """Yield the name and step of each GEMM to measure, but none with the activation's gradient in its epilogue.
 
         Names are those of `Step`. "_gather" is added where rows are gathered and not copied, "_plain" to an "up"
         without activation.

@@ -111,7 +111,7 @@ def _error(key: str, name: str, device: torch.device | str) -> str | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """Return the catalog's kernel of this name. The catalog lists one epilogue that represents all."""
+    """Return the kernel of this name, or None. The catalog does not list kernels for every epilogue."""
     for kernel in get_kernels():
         if kernel.metadata.kernel_name == name:
             return kernel

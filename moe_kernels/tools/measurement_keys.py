@@ -20,7 +20,7 @@ from ..reference_fp8 import BLOCK, quantize_blocks
 from ..specs import is_gated
 
 _BLOCK_ROWS = 128
-_JAGGED_GROUPS = 16  # the number of groups is not part of the key
+_JAGGED_GROUPS = 16  # arbitrary, because keys do not contain the number of groups
 
 
 def arguments_of(key: str, device: torch.device | str) -> Arguments:

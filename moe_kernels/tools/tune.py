@@ -1,6 +1,6 @@
 """Measurement of the fastest kernels for a layer. `python -m moe_kernels tune` writes the result as a table.
 
-A kernel enters the table only after its result was checked against the reference, group by group in float64.
+A kernel enters the table only after its result was checked against the reference in float64.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of CUDA graph replays. Replays contain no host time, which a longer computation
-    would hide, too."""
+    """Return the median milliseconds of CUDA graph replays. Replays exclude host time, because a longer computation
+    would hide it."""
     graphs = {name: captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -143,7 +143,7 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be fastest: with many rows per group, no pointer kernels if others exist."""
+    """Return the kernels that may be fastest. With many rows per group, omit pointer kernels if others exist."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -165,8 +165,8 @@ def fastest(args: Arguments) -> Measured | None:
 def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
     times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
     _print(args.table_key(), times)
-    # The rule of thumb ranks nearly equal times. It prefers large tiles, which draw less power. In training the clocks
-    # depend on the power.
+    # Among nearly equal times, the rule of thumb decides. It prefers large tiles, which draw less power: in training,
+    # a GPU that draws less power keeps higher clocks.
     close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
     kernel = best_first(close, args, measured=None)[0]
     return Measured(kernel, times[kernel.metadata.kernel_name])
@@ -177,7 +177,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer: its GEMMs in every form, then its choice of copies."""
+    """Return the job of one layer: the kernels of its GEMMs, then which gathers are copies (`Copies`)."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -191,7 +191,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
 
 
 def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) -> Job:
-    """Return the job of one layer's products of quantised weights, or of e4m3 operands.
+    """Return the job of one layer's GEMMs with quantised weights, or with e4m3 operands.
 
     Args:
         settings: those of `layer_of`.
@@ -214,7 +214,7 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return functions that run op and backward, one for each choice of copies. Without a copy, the GEMM gathers."""
+    """Return, for each value of `Copies`, a function that runs the op and its backward."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)
@@ -228,7 +228,7 @@ def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
 
 
 def fastest_copies(layer: Layer) -> Copies:
-    """Return the fastest choice of copies for the whole op and backward."""
+    """Return the value of `Copies` for which the op and its backward are fastest."""
     steps = copies_steps(layer)
     times = measure({copies_name(copies): step for copies, step in steps.items()})
     _print("copies", times)
@@ -242,7 +242,7 @@ def copies_name(copies: Copies) -> str:
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
     """Return the fastest kernel for products in one launch, after checking its result."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    problems = {}  # keeps the tables that the graphs read
+    problems = {}  # kept alive, because the graphs read their tables
     for kernel in get_kernels(args):
         problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
         for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
@@ -295,5 +295,5 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
                         return False
                     table = table.merged(entry.measure())
                     measurements.write(path, table, **fields)
-            torch.cuda.empty_cache()  # the next operands have other sizes
+            torch.cuda.empty_cache()  # because the next operands have other sizes
     return True

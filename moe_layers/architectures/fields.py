@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Objects in which composite models keep the configuration of their language model.
+# Names of the objects in a config.json that may hold the configuration of a composite model's language model.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _MISSING = object()
 

@@ -19,7 +19,7 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """Read DBRX's router. If the power is null, which is not the default, weights are not normalised."""
+    """Read DBRX's router. If `moe_normalize_expert_weights` is null, weights are not normalised. Default: 1."""
     config = config.nested("ffn_config")
     if config.values.get("moe_normalize_expert_weights", 1.0) is None:
         return RouterSpec.softmax(normalize=False)

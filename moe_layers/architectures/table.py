@@ -87,8 +87,8 @@ class Architecture:
 
     Attributes:
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that must be in the file, because their defaults differ. The functions above treat a missing
-            field as neutral. The configuration classes of transformers or of the model do not.
+        required: fields that must be in the file. The functions above treat a missing field as neutral, but the
+            model's configuration class has another default.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -146,11 +146,11 @@ class Architecture:
         return config.integer(self.zero_experts) if self.zero_experts else 0
 
 
-# `save_checkpoint` and `convert` write both into config.json: the `model_type` of a layer that was not read from a
-# checkpoint, and the field that names the layout of the experts.
+# `save_checkpoint` and `convert` write these into config.json. OWN_MODEL_TYPE is the `model_type` of a layer that was
+# not read from a checkpoint. RECORD is the field that names the layout of the experts.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
-_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # all others are settings
+_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # all other fields are settings
 
 
 class _OwnArchitecture(Architecture):
@@ -206,7 +206,7 @@ ARCHITECTURES = {
     ),
     "dbrx": Architecture(routers.dbrx, d_ff="ffn_hidden_size", activation=_dbrx_activation, sizes_in="ffn_config"),
     "gpt_oss": _GPT_OSS,
-    "openai_privacy_filter": _GPT_OSS,  # the router divides the weights by k, the block multiplies its output by k
+    "openai_privacy_filter": _GPT_OSS,  # weights divided by k, output multiplied by k: no effect
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),

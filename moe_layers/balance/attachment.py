@@ -1,4 +1,4 @@
-"""The auxiliary loss of a forward: its value, and its gradient, which every backward through the output adds."""
+"""Attach the auxiliary loss of a forward to its output: backward through the output adds the loss's gradient."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def attach_aux_loss(
     routing: LayerRouting,
     num_tokens: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # [T, D]; scalar
-    """Return the tokens with the layer's auxiliary loss attached, and the loss. `aux_losses` reads its value later."""
+    """Return the tokens with the layer's auxiliary loss attached, and the loss. Store the loss for `aux_losses`."""
     warn_without_scale("MoEFeedForward", layer, tokens.device.type)
     counts = layer.router.accumulated_counts
     loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)
-    # The loss is not stored under a transform, which its tensor must not outlive, nor in an exported program, which
-    # cannot change attributes.
+    # Do not store the loss under a functorch transform: its tensors must not outlive the transform. Do not store the
+    # loss in an exported program either: the program cannot change attributes.
     if not torch.compiler.is_exporting() and (torch.compiler.is_compiling() or not functorch_is_active()):
         layer.aux_loss = loss.detach()
     return attach_loss(tokens, loss, layer.aux_loss_scale), loss
@@ -38,7 +38,7 @@ def warn_without_scale(
     layer: Any,  # a MoEFeedForward or an AttachedRouter
     device_type: str,
 ) -> None:
-    """Warn once that the main loss may be scaled under float16 autocast. A layer cannot read the loss scale."""
+    """Warn once under float16 autocast if no `aux_loss_scale` is set. A layer cannot read the main loss's scale."""
     if not layer.training or layer.aux_loss_scale is not None or torch.compiler.is_compiling():
         return
     if autocast_is_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float16:

@@ -113,7 +113,7 @@ def global_expert_counts(
     group: ProcessGroup | None = None,
     accumulated_counts: Tensor | None = None,  # [E] integers
 ) -> Tensor:  # [E] int64
-    """Return each expert's number of slots in a global batch: this call's plus `accumulated_counts`, over `group`.
+    """Return each expert's number of slots in a global batch: this call and `accumulated_counts`, summed over `group`.
 
     Communicates E integers and no gradient. Needs no host synchronisation.
 
@@ -152,11 +152,11 @@ def _(own, accumulated, group_name):
 def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
     """Update selection biases to balance experts without a loss. Call it once per optimizer step for a layer or model.
 
-    The selection bias of experts chosen less often than the mean since the last call rises by `rate`. It falls by
-    `rate` for experts chosen more often, and stays for experts at the mean. Forwards count in training mode; recomputed
-    forwards do not count again. Padding and capacity overflow count as in `LayerRouting.choices`. Counts are integers
-    and are summed over `group` in one collective for all routers, so that biases stay equal on all ranks. Counts are
-    then reset to zero.
+    The selection bias of an expert rises by `rate` if it was chosen less often than the mean since the last call. The
+    bias falls by `rate` if it was chosen more often, and else stays. Forwards count in training mode; recomputed
+    forwards do not count again. Slots beyond a capacity count, but padding does not. Counts are integers and are summed
+    over `group` in one collective for all routers, so that biases stay equal on all ranks. Counts are then reset to
+    zero.
 
     A transformers model with `e_score_correction_bias` counts its forwards from `balance_routing(model)` on.
 
@@ -210,8 +210,8 @@ def _prepare_counts(router: Any, bias: Tensor) -> None:
 
 @torch.no_grad()
 def carry_expert_counts(model: nn.Module) -> None:
-    """Add the counts of a micro-batch to the following global-batch losses. Call it between the micro-batches of an
-    optimizer step.
+    """Include the counts of earlier micro-batches in the following global-batch losses. Call this function between the
+    micro-batches of an optimizer step.
 
     Raises:
         ValueError: the model has no MoE layer.
@@ -225,7 +225,7 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Start the next global batch. Call it after an optimizer step with `carry_expert_counts`.
+    """Reset the counts for the next global batch. Call it after an optimizer step that used `carry_expert_counts`.
 
     Raises:
         ValueError: the model has no MoE layer.

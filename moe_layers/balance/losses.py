@@ -32,7 +32,7 @@ from ..routing.result import LayerRouting, spread_slots
 
 # Values of `count` in `sequence_load_balancing_loss`.
 COUNTS = ("scores", "choices")
-# The spec is a constant, because compilers with dynamic shapes cannot trace the checks of its constructor.
+# A constant, because torch.compile with dynamic shapes cannot trace the checks of RouterSpec's constructor.
 _SOFTMAX = RouterSpec.softmax(normalize=False)
 
 
@@ -68,9 +68,9 @@ def global_load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return `load_balancing_loss` with the shares f_e of a larger batch that includes this call.
 
-    The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its parts therefore
-    add up to the loss of the whole, however it is split. Without `num_tokens`, their mean equals the whole if the parts
-    have equally many tokens. The loss is 1 at perfect balance. It ignores padding and the order of experts and tokens.
+    The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its calls add up
+    to the loss of the larger batch. Without `num_tokens`, the mean over calls of equally many tokens equals the loss
+    of the larger batch. The loss is 1 at perfect balance. It ignores padding and the order of experts and tokens.
 
     Shapes: expert_counts [E] integers; result scalar.
 
@@ -94,18 +94,18 @@ def global_load_balancing_loss(
 def sequence_load_balancing_loss(
     routing: LayerRouting, *, num_tokens: int | Tensor | None = None, score: str = "softmax", count: str = "scores"
 ) -> Tensor:  # scalar
-    """Return the mean over sequences of `load_balancing_loss`, weighted by their share of the tokens.
+    """Return the mean over sequences of `load_balancing_loss`, weighted by each sequence's share of the tokens.
 
-    The shares f_e count each token's experts of highest score, as many as the router chose for it. A selection bias,
-    groups, noise or an assignment do not change them. Megatron-Core counts the same way.
+    The shares f_e count the experts with each token's highest scores, as many experts as the router chose. A selection
+    bias, groups, noise or an assignment do not change the highest scores. Megatron-Core counts the same way.
 
     The loss is 1 if every sequence is perfectly balanced. It does not change with permutations of experts, of sequences
-    or of tokens within a sequence, nor with padding. Given `num_tokens`, calls that cut no sequence add up to the
-    whole. Tokens after the last sequence count as padding.
+    or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence add up
+    to the loss of the batch. Tokens after the last sequence count as padding.
 
     Shapes: result scalar.
 
-    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 (there score="sigmoid"). Equation 18 is the count.
+    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 with score="sigmoid". Equation 18 defines the count.
 
     Args:
         count: "scores" as above, or "choices": the experts that the router chose.
@@ -157,8 +157,8 @@ def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = 
 def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
-    Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, calls add up to the
-    whole; otherwise a mean over calls with equally many tokens equals the whole.
+    Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, the losses of calls
+    add up to the loss of the batch. By default, the mean over calls of equally many tokens is the loss of the batch.
 
     Shapes: result scalar.
 
@@ -241,8 +241,8 @@ _ONE_ORDER = (
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`, which is right in first-order
-    gradients only: gradients of gradients come here again."""
+    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. This is right only for
+    first-order gradients, because a second differentiation would run this backward again."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -258,13 +258,13 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx, dtokens: Tensor):
         if getattr(ctx, "is_differentiated", False):
             raise NotImplementedError(_ONE_ORDER)
-        ctx.is_differentiated = torch.is_grad_enabled()  # by create_graph=True
+        ctx.is_differentiated = torch.is_grad_enabled()  # True with create_graph=True
         (scale,) = ctx.saved_tensors
         dloss = torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
         return dtokens, dloss if scale is None else dloss * scale, None
 
 
-# Calls the C++ base class. `Function.apply` takes four times as long, because it looks for functorch transforms.
+# Call the C++ base class. `Function.apply` takes four times as long, because it looks for functorch transforms.
 _attach = super(torch.autograd.Function, _AttachLoss).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 

@@ -30,8 +30,8 @@ class RoutingStatistics(NamedTuple):
         dropped_per_expert: [E] int64, the slots beyond each expert's capacity.
         dead_experts: experts that got no token; none before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
-        margin: distance from the last chosen expert to the best other one, averaged over tokens.
-        smallest_margin: 0 means a tie. Rounding, Gumbel noise, a replay or an assignment can give negative values.
+        margin: selection key of the last chosen expert minus the best other expert's key, averaged over tokens.
+        smallest_margin: minimum over tokens. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
         max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: padding rows of each expert's last tile, with tiles of 128 rows.
@@ -197,12 +197,11 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1)  # [T]
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
-    margins = torch.where(last == best, 0.0, last - best)  # [T]; in excluded groups all keys may be -inf
+    margins = torch.where(last == best, 0.0, last - best)  # [T]; 0 if both are -inf, as in excluded groups
     # The mean of `chosen` is chosen.sum() / len(chosen).
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)
     loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
     totals = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]
     sums[:5] += torch.stack([*totals, violation, loss, has_loss])
-    infinite = margins.new_full((1,), math.inf)  # a minimum for calls without tokens
-    sums[5:] = torch.cat([torch.where(is_token, margins, math.inf), infinite, sums[5:]]).min()
+    sums[5:] = torch.cat([torch.where(is_token, margins, math.inf), sums[5:]]).min()

@@ -1,4 +1,4 @@
-"""Layer parameters in safetensors files, of this package or of published models."""
+"""Reads and writes layers in safetensors files of this package or of published models."""
 
 from .layer.load import load_layer, load_safetensors
 from .layer.plan import CheckpointSource

@@ -47,6 +47,6 @@ class LocalDispatcher:
         return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
-        """Start to send the experts' outputs back to their tokens."""
+        """Return the experts' outputs [T, D] as `Pending`. They are already in token order, so nothing is sent."""
         assert rows.offsets is not None
         return Pending(rows.offsets, lambda: out)

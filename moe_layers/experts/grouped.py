@@ -1,4 +1,4 @@
-"""The parameters of E expert feed-forwards, and one call into `moe_kernels`.
+"""A module with the parameters of E expert feed-forwards. Its forward is one call into `moe_kernels`.
 
 Weights are [E, out, in], like nn.Linear with an expert axis in front. `w_up` [E, 2F, D] holds the gate rows, then the
 up rows of each expert. With a plain activation it is [E, F, D], the up rows alone. `w_down` is [E, D, F]. Biases are
@@ -37,14 +37,14 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# Computes the outputs for tokens and routing weights chunk by chunk, while other chunks are in flight.
+# A function that computes the experts' outputs chunk by chunk, while other chunks are in flight.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
 class ExpertRows(NamedTuple):
     """The input of the experts: tokens, and the position of their slots among the rows.
 
-    It is a named tuple, because FSDP2 finds the tensors in arguments of this kind.
+    This class is a named tuple, because FSDP2 finds the tensors in named tuples.
     """
 
     tokens: Tensor  # [T, D]
@@ -64,7 +64,7 @@ class GroupedExperts(nn.Module):
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
             and `w_down.main_grad`, and does not change `grad`. The gradient's kernel does the addition: it
             accumulates in float32 and rounds only the new sum. Hooks of these weights get no gradient, and
-            `DistributedDataParallel` does not average `main_grad`: the caller does. Default False; may be changed at
+            `DistributedDataParallel` does not average `main_grad`, so the caller must. Default False; may be changed at
             any time.
 
     Raises:
@@ -96,7 +96,7 @@ class GroupedExperts(nn.Module):
         if precision is not None:
             check_fp8_sizes("GroupedExperts", d_model, d_ff)
         self.num_experts = num_experts
-        # Maps a parameter that several ranks share, with its name, to this rank's part.
+        # A function (name, parameter that several ranks share) -> this rank's part of the parameter.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # see `fused_experts`
         self.adds_to_main_grad = False
@@ -142,7 +142,7 @@ class GroupedExperts(nn.Module):
             adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
-        """Drop the parameters of all experts except these. `num_experts` is the number of the layer's experts.
+        """Keep only the parameters of `experts`. `num_experts` is the number of the layer's experts.
 
         Raises:
             ValueError: `experts` is not a range within the layer's experts, or some were dropped before.
@@ -156,13 +156,13 @@ class GroupedExperts(nn.Module):
             )
         self.check_divisible("keep_local_experts")
         for name, parameter in list(self.named_parameters()):
-            if len(parameter) == num_experts:  # else a factor of adapters that all experts share
+            if len(parameter) == num_experts:  # the others are adapter factors that all experts share
                 kept = parameter.detach()[experts.start : experts.stop].clone()
                 self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
 
     def check_divisible(self, op: str) -> None:
-        """Raise ValueError unless the stored bytes of quantised experts can be divided by expert."""
+        """Raise ValueError unless the stored bytes of quantised experts can be split by expert."""
         for weight in (self.w_up, self.w_down):
             if isinstance(weight, QuantizedExperts):
                 weight.check_divisible(op)
@@ -265,14 +265,14 @@ class GroupedExperts(nn.Module):
         }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
-        """Return the kept e4m3 forms of the weights, or None if the op must make them."""
+        """Return the cached e4m3 weights, updated to the current values. Return None if the op must quantise them."""
         if isinstance(self.w_up, QuantizedExperts):
             return None
         own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))
         return self.kept_forms.of(self, own, local, given, self.implementation)  # pyright: ignore[reportArgumentType]  # not quantised
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> GroupedExperts:
-        self.kept_forms.drop()  # the kept forms have the parameters' former device and dtype
+        self.kept_forms.drop()  # the cached e4m3 weights have the former device and dtype
         return super()._apply(fn, recurse)
 
     def _weights(self) -> ExpertWeights:

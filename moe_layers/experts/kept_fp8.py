@@ -1,13 +1,13 @@
-"""The experts' weights in e4m3, kept from forward to forward until the weights change.
+"""Cache the experts' e4m3 weights from forward to forward, until the weights change.
 
 Changes are found in two ways. PyTorch's version counter registers changes by optimizers, `copy_` and `load_state_dict`.
-After such a change, or with a new parameter or storage, new forms are made. The GPU finds all other changes, such as
-`weight.data[0] = 0` or raw writes of an optimizer. Each later forward reads the weights, compares a checksum of every
-block, and quantises the blocks that differ: see `moe_kernels.quantization.fp8_weights`.
+After such a change, or with a new parameter or storage, the weights are quantised again. The GPU finds all other
+changes, such as `weight.data[0] = 0` or raw writes of an optimizer: in each later forward, a kernel compares a
+checksum of every block of the weights, and quantises blocks that differ. See `moe_kernels.quantization.fp8_weights`.
 
-Forms are not kept if a change could be missed or memory would grow with the model. This concerns CUDA graphs, which
-replay without this code, compiled code, and FSDP, which gathers the weights for each forward. In these cases the op
-quantises each weight right before its product.
+Nothing is cached if a change could be missed or memory would grow with the model: in CUDA graphs, compiled code and
+FSDP. CUDA graphs replay without this code, and FSDP gathers the weights for each forward. In these cases the op
+quantises each weight right before the GEMM that reads it.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from moe_kernels.types import ScaledForms
 
 
 class _Kept(NamedTuple):
-    """The e4m3 forms of one weight, and the identity of the weight they were made from.
+    """One weight in e4m3, and the identity of the weight that was quantised.
 
-    Weak references keep no weight alive. While they exist, no other object has the same identity.
+    The weak references do not keep the weight alive. While they exist, no other object has the weight's identity.
     """
 
     parameter: weakref.ref[Tensor]
@@ -53,7 +53,7 @@ class _Kept(NamedTuple):
 
 
 class KeptForms:
-    """The forms of the weights of one `GroupedExperts`. A copy of the module makes its own forms."""
+    """The cached e4m3 weights of one `GroupedExperts`. A copy of the module starts with an empty cache."""
 
     def __init__(self) -> None:
         self._kept: dict[str, _Kept] = {}
@@ -62,19 +62,19 @@ class KeptForms:
         return KeptForms, ()
 
     def drop(self) -> None:
-        """Free the memory of the forms."""
+        """Free the cached e4m3 weights."""
         self._kept = {}
 
     def of(
         self,
-        module: nn.Module,  # holds the parameters
+        module: nn.Module,  # owner of the parameters
         parameters: tuple[Tensor, Tensor],  # w_up and w_down
         parts: tuple[Tensor, Tensor],  # this rank's parts of the parameters
         weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
-        """Return the forms of the weights' current values, or None if the op must make them."""
-        # FSDP1 and FSDP2 set this attribute on modules, for the compiler.
+        """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""
+        # FSDP1 and FSDP2 mark their modules for the compiler by `_is_fsdp_managed_module`.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):
@@ -93,7 +93,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
     if kept is not None and kept.is_current(parameter, part, weight, turned):
         launch_requantize(weight, kept.forms, kept.checksums)
         return kept
-    del kept  # frees its memory before the new forms are allocated
+    del kept  # free its memory before new e4m3 weights are allocated
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
     storage = StorageWeakRef(part.untyped_storage())

@@ -33,7 +33,7 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
 
     Args:
         format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power of two per 32 numbers of a row), "nf4" (a
-            scale per 64 numbers), "nf4_nested" (quantises these scales, too), "int8" (one per row), or a
+            scale per 64 numbers), "nf4_nested" ("nf4" with quantised scales), "int8" (a scale per row), or a
             `WeightFormat`.
 
     Raises:

@@ -78,7 +78,7 @@ class SharedExpert(nn.Module):
         return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
 
     def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        """Compute the shared expert with batch-invariant ops, as a layer's only expert, weighted by the gate."""
+        """Compute with batch-invariant ops: the shared expert is the only routed expert, and the gate is its weight."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
             weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights

@@ -17,7 +17,7 @@ from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size of an element in bytes
-LocalShare = Callable[[str, Tensor], Tensor]  # a parameter that ranks share, with its name -> this rank's part
+LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter that ranks share) -> this rank's part
 
 
 class QuantizedExperts(nn.Module):
@@ -25,7 +25,7 @@ class QuantizedExperts(nn.Module):
 
     `values` and `scales` are parameters whose first axis is the experts', so that ranks can share them. Tables of the
     format are buffers. All tensors hold their bits as integers, so that conversions such as `layer.bfloat16()`, mixed
-    precision and collectives do not change them. A conversion of the module changes its `dtype`.
+    precision and collectives do not change them. A conversion only changes the attribute `dtype`.
 
     Args:
         weight: the stored weight.
@@ -78,7 +78,7 @@ class QuantizedExperts(nn.Module):
         """Return the stored weight of this rank's experts.
 
         Args:
-            local_share: takes this rank's part of each parameter.
+            local_share: a function that returns this rank's part of each parameter.
             name: name of this module, for errors.
         """
         tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
@@ -93,7 +93,7 @@ class QuantizedExperts(nn.Module):
         """Return the dequantised weight in `dtype`. The experts' op computes with the same values."""
         if self.device.type != "cpu" or not self.is_divisible:
             return dequantize(self.weight(), self.dtype)
-        # The reference holds several tensors of the decoded size, so it decodes one expert at a time.
+        # Decode one expert at a time, because the reference implementation holds several tensors of the decoded size.
         out = torch.empty(self.shape, dtype=self.dtype)
         for expert, matrix in enumerate(out.split(1)):
             of_expert = self.weight(lambda _, tensor, e=expert: tensor[e : e + 1])
@@ -114,7 +114,7 @@ class QuantizedExperts(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # Copying a tensor of another dtype would convert its integers, which are bits of numbers.
+        # Refuse other dtypes: copying would convert the integers, and so change the bits that they hold.
         wrong = []
         for name, dtype in self._stored_dtypes.items():
             held = getattr(self, name).dtype
@@ -130,12 +130,12 @@ class QuantizedExperts(nn.Module):
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory as integers. `QuantizedExperts` holds integers of two bytes as bytes."""
+    """Return a view of the same memory as integers. `QuantizedExperts` stores two-byte integers as pairs of bytes."""
     return tensor.view(_BITS[tensor.element_size()])
 
 
 def stored(weight: Any) -> Any:
-    """Return the parameter that has one entry per expert: a plain weight, or the values of a quantised weight."""
+    """Return the parameter with the experts as first axis: a plain weight, or the values of a quantised weight."""
     return weight.get_parameter("values") if isinstance(weight, QuantizedExperts) else weight
 
 

@@ -1,4 +1,4 @@
-"""Router, sort and experts of a layer as one op, if nothing else reads the routing.
+"""Run router, sort and experts of a layer as one op, if nothing else reads the routing.
 
 One op is one autograd node with one list of launches. Its backward sums the rows of the gradient through the experts
 and adds the gradient through the routing weights in the same launch. The op is equivalent only if the experts alone
@@ -65,7 +65,7 @@ def runs_as_one_op(
 
 
 def _as_computed(tokens: Tensor) -> Tensor:
-    """Return the tokens, or an empty slice of them, in the dtype in which autocast lets the op compute."""
+    """Return the tokens or, under autocast, an empty slice of the tokens in the dtype in which the op computes."""
     device_type = tokens.device.type
     return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 
@@ -87,7 +87,7 @@ def compute_whole(
 
 
 def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether the module has no hook, and its instance no replaced `forward`, which some libraries set."""
+    """Return whether no hook and no replaced `forward` changes a call. Hooks with `watches_choice` are allowed."""
     own = vars(module)
     if "forward" in own:
         return False
@@ -107,7 +107,7 @@ def check_tokens(
 ) -> None:
     """Raise ValueError, with the cure, if x has another dtype or device than the parameters of the experts.
 
-    Modules with hooks are not checked, because hooks may convert parameters or tokens, as those of FSDP do. The ops
+    Modules with hooks are not checked, because hooks may convert parameters or tokens, as FSDP's hooks do. The ops
     then check their operands.
     """
     experts = layer._modules["experts"]

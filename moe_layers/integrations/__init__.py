@@ -1,2 +1,2 @@
-"""This package's experts in models of other libraries. The rest of `moe_layers` imports none of these modules, because
-they import those libraries."""
+"""Experts of this package in models of other libraries. These modules import the other libraries, so the rest of
+`moe_layers` does not import these modules."""

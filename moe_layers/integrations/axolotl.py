@@ -23,7 +23,7 @@ _KERNELS = ("use_scattermoe", "use_sonicmoe", "expert_backend")  # options of ax
 
 
 class MoELayersPlugin(BasePlugin):
-    """Enables the model after it is loaded, with its adapters."""
+    """Enables the model once axolotl has loaded the model and its adapters."""
 
     def pre_model_load(self, cfg: Any) -> None:
         """Check the configuration.

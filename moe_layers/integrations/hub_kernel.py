@@ -1,8 +1,8 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
 The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). It holds
-`moe_kernels`, whose ops get their own namespace, and `MoEExperts`. This layer without state computes the experts
-modules of transformers. With `--build` the folder also holds the built variant, which `kernels` loads locally.
+`moe_kernels`, with a namespace of its own for the ops, and the stateless layer `MoEExperts`. It computes experts
+modules of transformers. With `--build` the folder also holds the built variant, which `kernels` loads without the Hub.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
         build: also write `build/torch-universal`, as the builder does.
 
     Raises:
-        ValueError: the folder holds files, the name is not of that form, or the version is not positive.
+        ValueError: the folder holds files, `name` has another form, or `version` is not positive.
     """
     if re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) is None or version < 1:
         raise ValueError(f"write_kernel: name must be words joined by -, version positive, got {name!r} and {version}")
@@ -144,7 +144,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
     package = name.replace("-", "_")
     files = _sources()
     digest = hashlib.sha256("".join(f"{path}{text}" for path, text in sorted(files.items())).encode()).hexdigest()[:12]
-    namespace = f"_{package}_{digest}"  # several versions may be loaded in one process
+    namespace = f"_{package}_{digest}"  # unique, because a process may load several versions
     for path, text in files.items():
         if path.endswith(".py"):
             files[path] = _NAMESPACE.sub(lambda found: found[0].replace("moe_kernels", namespace), text)
@@ -161,7 +161,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return all files of the package by their path, with the imports that they have there."""
+    """Return the text of every file of the package, by path. Adapt the imports to the package."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

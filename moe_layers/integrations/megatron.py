@@ -101,24 +101,24 @@ class GroupedExperts(MegatronModule):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Take a hook of Megatron's DistributedDataParallel, which `backward_dw` calls."""
+        """Register a hook of Megatron's DistributedDataParallel. `backward_dw` calls each hook."""
         self._hooks.append(hook)
 
     def delay(self, *gradient: Tensor) -> bool:
-        """Keep the operands of a weight gradient if gradients are delayed. Return whether they are."""
+        """Keep the operands of a weight gradient for `backward_dw`. Return False if gradients are not delayed."""
         if self._delays:
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. If fused, add it to `main_grad` and return the result of `mark_added`."""
+        """Return the gradient [E, out, in]. With fusion, add it to `main_grad` and return `mark_added`'s result."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
         return mark_added(weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Map each local expert to its number in the model, under the names of Megatron's own experts."""
+        """Return shards of each local expert, at its index in the whole model, with Megatron's own names."""
         if (metadata or {}).get("singleton_local_shards", False):
             raise ValueError("GroupedExperts: singleton_local_shards must be off, got checkpoints of single shards")
         first, axis = self.ep_group.rank() * self.num_local_experts, len(sharded_offsets)
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may drop the weight's attributes
+        ctx.experts, ctx.parameter = experts, weight  # direct reference, because saved-tensor hooks may drop attributes
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -194,7 +194,7 @@ def _check(config: Any, tensor_parallel: int) -> None:
         raise ValueError(f"GroupedExperts: the configuration must be without these settings, got {got}")
 
 
-_ACTIVATIONS = {  # by (name, gated_linear_unit, whether values are clamped, glu_linear_offset)
+_ACTIVATIONS = {  # keys: (name, gated_linear_unit, whether values are clamped, glu_linear_offset)
     ("silu", True, False, 0.0): "swiglu",
     ("silu", True, True, 0.0): "clamped_swiglu",
     ("gelu", True, False, 0.0): "geglu",

@@ -54,7 +54,7 @@ class FusedExperts(GroupedExperts):
         self.register_load_state_dict_pre_hook(_join)
 
     def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return this rank's weights [E, 2F, D], in which gate and up rows alternate, and [E, D, F]."""
+        """Return this rank's `w_up` [E, 2F, D], with alternating gate and up rows, and `w_down` [E, D, F]."""
         w13, w2 = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2_EDF))
         return w13.to(dtype).flatten(1, 2), w2.to(dtype)
 
@@ -126,7 +126,7 @@ def moe(cfg: Any) -> Any:
 
 
 def _experts(cfg: Any) -> Any:
-    """Return the configuration of `FusedExperts` with the initialisation and sharding of the separate parameters."""
+    """Return the configuration of `FusedExperts`. Initialise and shard `w13` like `w1_EFD` and `w3_EFD`."""
     initial = dict(cfg.param_init or {})
     if "w1_EFD" in initial and "w3_EFD" in initial:
         gate, up = initial.pop("w1_EFD"), initial.pop("w3_EFD")

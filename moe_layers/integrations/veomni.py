@@ -73,6 +73,6 @@ def _bind(fused_moe_kernel: str = "triton") -> None:
 
 
 _anywhere = HardwareRequirement(device_type="any")
-KERNEL_REGISTRY.register(KernelSpec(NAME, "moe_experts", "standard", lambda: _experts_forward, _anywhere))
 # VeOmni documents this registry for kernels of other packages.
+KERNEL_REGISTRY.register(KernelSpec(NAME, "moe_experts", "standard", lambda: _experts_forward, _anywhere))
 _bind_of_veomni, moe.apply_veomni_fused_moe_patch = moe.apply_veomni_fused_moe_patch, _bind

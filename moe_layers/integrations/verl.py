@@ -1,4 +1,4 @@
-"""verl: makes the experts "moe_layers" known to its FSDP engine.
+"""verl: registers the experts implementation "moe_layers" for its FSDP engine.
 
 actor_rollout_ref:
   model:
@@ -6,7 +6,7 @@ actor_rollout_ref:
     override_config:
       _experts_implementation: moe_layers
 
-transformers then loads the model with these experts. It refuses models whose experts have no interface.
+transformers then loads the model with this package's experts. It refuses models without an experts interface.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ from .rank_dispatcher import (
 class AllGatherDispatcher(RankDispatcher):
     """Gathers the tokens of all ranks, computes the slots of local experts, and reduce-scatters the sums.
 
-    All shapes depend only on T, not on the routing. The dispatcher sends P - 1 times the tokens. This is no more than
-    an all-to-all sends if P is at most top_k. All ranks must have equally many tokens.
+    Shapes of transfers depend on T, not on the routing. The dispatcher sends P - 1 times the tokens. This is no more
+    than an all-to-all sends if P is at most top_k. All ranks must have equally many tokens.
 
     `max_rows_factor` limits the rows computed on a rank to that multiple of its own slots. A rank has T * K slots or,
     with a capacity or a list of pairs, fewer. Without a limit the rows are counted, and the host waits for the count
@@ -57,8 +57,8 @@ class AllGatherDispatcher(RankDispatcher):
         scattering = self.ranks.scattering(out)
 
         def arrive() -> Tensor:  # [T, D]
-            # A single chunk's output is copied: the caller may change it, but a checkpointed region may keep the
-            # original. Several are concatenated, which copies.
+            # Copy a single chunk's output, because the caller may change it while a checkpointed region keeps the
+            # original. Several chunks are concatenated later, which copies them.
             return scattering.wait().clone() if self.chunks == 1 else scattering.wait()
 
         return Pending(rows.offsets, arrive)
@@ -89,7 +89,7 @@ class AllGatherDispatcher(RankDispatcher):
         return bounds, offsets
 
     def _bound(self, slots: Slots, factor: float) -> int:
-        """Return the limit on computed rows, at most the number of all slots, so that every limit is an int32."""
+        """Return the limit on computed rows, capped at the number of all ranks' slots so that it fits int32."""
         return min(math.ceil(factor * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel())
 
     def _check_bounds(
@@ -110,7 +110,7 @@ class AllGatherDispatcher(RankDispatcher):
 
 
 class PaddedAllGatherDispatcher(AllGatherDispatcher):
-    """Gathers the tokens of all ranks, each of which may have any number of tokens.
+    """Gathers the tokens of all ranks. Ranks may have different numbers of tokens.
 
     Works like `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the longest rank send
     padding. The host synchronises to read the longest rank's number of tokens before any token is sent.
@@ -125,11 +125,11 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of a rank. Raise ValueError if ranks disagree in other numbers."""
+        """Return the largest number of tokens of a rank. Raise ValueError if K, bytes or gradients differ."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]
-        # Synchronises the host.
+        # `tolist` synchronises the host.
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1).tolist()
         if len({tuple(agreed) for _, *agreed in numbers}) > 1:
             raise ValueError(
@@ -166,7 +166,7 @@ def local_permutations(
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]
     permutations = list(map(sort, choices))
     counts = torch.stack([permutation.offsets[-1] for permutation in permutations]).tolist()
-    # All slots of local experts are in the first `count` rows.
+    # Cut off the rows after `count`, because they hold no slots of local experts.
     return [
         permutation._replace(row_to_token=permutation.row_to_token[: max(count, 1)])
         for permutation, count in zip(permutations, counts, strict=True)

@@ -30,7 +30,7 @@ class _Route(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """Tokens to send, in expert order."""
+    """The tokens of one chunk, and the order in which their slots are sent."""
 
     tokens: Tensor  # [T, D]
     slots: Slots
@@ -46,7 +46,7 @@ class AllToAllDispatcher(RankDispatcher):
     outputs.
 
     With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included. All ranks
-    must then have equally many tokens. Without it, a rank sends exactly its slots, with one host synchronisation.
+    must then have equally many tokens. By default a rank sends exactly its slots, with one host synchronisation.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
@@ -85,7 +85,7 @@ class AllToAllDispatcher(RankDispatcher):
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
-            if chunk.capacity is not None:  # one rank's error is raised on all ranks
+            if chunk.capacity is not None:  # -1 makes all ranks raise one rank's error
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
             own += [chunk.counts, limit]
         ones = [1] * self.ranks.size
@@ -109,7 +109,7 @@ class AllToAllDispatcher(RankDispatcher):
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return the routes. Raise ValueError unless all ranks agree."""
+        """Return each chunk's route. Raise ValueError unless `agreed` is the same on all ranks."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])

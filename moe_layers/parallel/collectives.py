@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-# Registers the collectives.
+# This import registers the collectives.
 import torch.distributed._functional_collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -31,7 +31,7 @@ COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.d
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a group, stored by the group's name, so that objects holding them can be copied.
+    """The ranks of a group. The group's name replaces the group, because process groups cannot be copied.
 
     Each collective starts immediately. Every rank must start the same collectives in the same order. Results of
     `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
@@ -94,7 +94,7 @@ class Packing(NamedTuple):
 
 
 class AsyncCollective:
-    """A tensor in flight whose gradient is sent back by the dual collective.
+    """A tensor in flight. In backward, the dual collective sends the gradient back.
 
     Work between the start and `wait` overlaps with the transfer. In backward, autograd runs that work in reverse order,
     so its gradients overlap with the transfer of the gradient. PyTorch's own gradients of collectives do not overlap.
@@ -171,7 +171,7 @@ def check_on_device(condition: Tensor, message: str) -> None:
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of `save_routing`, which here also keep the data that `ExpertParallel` layers received.
+    """Return contexts that keep the same results as `save_routing`, and also the data that `ExpertParallel` received.
 
     The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
     `save_routing` alone the recomputation sends everything again, with the same choice and therefore the same sizes.

@@ -42,8 +42,8 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 class ExpertParallel(ParallelStyle):
     """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
 
-    A layer that holds all experts keeps its share of them. All values, including those of router and shared experts,
-    are taken from the first rank. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own values,
+    If the layer holds all experts, each rank keeps its share. All ranks take the values of the first rank, also for
+    router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own values,
     without communication. A layer that already holds exactly this share, by `keep_local_experts`, keeps its experts.
     Parameters that two layers share become two parameters. Adapters are sharded like their experts. Factors that all
     experts share are replicated, and backward sums their gradients over the ranks. `reset_parameters` afterwards draws
@@ -190,7 +190,7 @@ def kept_share(
     mesh: DeviceMesh,
     share: range,
 ) -> DTensor:
-    """Return the tensor as a DTensor, of which each rank holds its own experts' part."""
+    """Return a DTensor of the whole tensor. Each rank holds only its own experts' part."""
     # The part is cloned, so that the other experts' memory is freed.
     return as_shard(whole[share.start : share.stop].clone(), mesh)
 
@@ -232,7 +232,7 @@ def _check_held(op: str, module: Any, share: range) -> None:
 def local_share(name: str, parameter: Tensor) -> Tensor:
     """Return this rank's part of a sharded parameter. A parameter that all experts share is returned whole.
 
-    FSDP2 gathers only its own axis, so the parameter stays a DTensor. Raise ValueError for a plain tensor.
+    FSDP2 gathers only over its own mesh axis: the parameter stays a DTensor. Raise ValueError for a plain tensor.
     """
     if not isinstance(parameter, DTensor):
         raise ValueError(
@@ -240,6 +240,6 @@ def local_share(name: str, parameter: Tensor) -> Tensor:
             "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
-    if parameter.placements == (Replicate(),):  # each rank has only its own experts' gradient
+    if parameter.placements == (Replicate(),):  # backward sums the gradients of each rank's experts
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return parameter.to_local()

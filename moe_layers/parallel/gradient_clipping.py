@@ -26,9 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:  # scalar
     """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but accept parameters of different meshes together.
 
-    The norm is that of the whole model: all shards of a sharded gradient count, and one copy of a replicated one. It is
-    bitwise equal on all ranks, in the dtype that all gradients promote to. Gradients must already be averaged. All
-    ranks must call the function, with parameters in the same order. Only `error_if_nonfinite` synchronises the host.
+    The norm is of the whole model: it counts all shards of a sharded gradient, and one copy of a replicated gradient.
+    The norm is bitwise equal on all ranks, in the dtype that all gradients promote to. Gradients must already be
+    averaged. All ranks must call with parameters in the same order. Only `error_if_nonfinite` synchronises the host.
 
     Returns:
         the norm before clipping.
@@ -75,7 +75,7 @@ def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: b
     """Return the norm of equally sharded tensors. The arguments are this rank's shards."""
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
-    # All ranks must gather the same dtype, so it is promoted over all tensors, even those without an element here.
+    # All ranks must gather the same dtype, so promote over all tensors, also those without elements on this rank.
     norm = norm.to(reduce(torch.promote_types, (shard.dtype for shard in shards)))
     if sharding is not None:
         mesh, dims = sharding
@@ -87,7 +87,7 @@ def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: b
 
 
 def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters in groups that a foreach op accepts."""
+    """Return the parameters grouped by the mesh of their gradients, because a foreach op accepts only one mesh."""
     groups: dict[DeviceMesh | None, list[Tensor]] = {}
     for parameter in parameters:
         mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None

@@ -17,7 +17,7 @@ from moe_kernels.runtime.pytorch import default_store
 from ..checks import first_three
 
 SECONDS = 15.0  # stores notice the limit late, and an error should take at most 20 seconds
-_turns: Counter[str] = Counter()  # number of past meetings, including those that ranks left, by op and ranks
+_turns: Counter[str] = Counter()  # number of past meetings by op and ranks; meetings that ranks left count, too
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute of errors that all ranks know; its value is the op
 
@@ -45,7 +45,7 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
                 f"rank {first_three([ranks[index] for index in missing])}; let slower ranks catch up by "
                 "torch.distributed.barrier() before it"
             )
-        # This rank was too late. The other ranks have left, and will meet again in their next call.
+        # This rank was too late, and the other ranks have left. Join the meeting of their next call.
 
 
 def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
@@ -66,10 +66,10 @@ def _tell(op: str, group: ProcessGroup, message: str) -> None:
 
 @contextmanager
 def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
-    """Meet after the body. If the body raises on a rank, that rank raises its own error at once, and all others raise
-    ValueError.
+    """Meet all ranks after the body. If the body raises on one rank, that rank raises its own error at once, and the
+    other ranks raise ValueError.
 
-    All ranks already know an error of a meeting of the same op inside the body. Such an error is raised unchanged.
+    An error from a meeting of the same op inside the body is raised unchanged, because all ranks already know it.
     """
     try:
         yield
@@ -100,7 +100,7 @@ def _of_rank(rank: int, problem: str) -> str:
 
 
 def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -> None:
-    """Raise ValueError on all ranks if their facts differ or a rank does not call."""
+    """Raise ValueError on all ranks if the ranks' facts differ or a rank does not call."""
     everyones = [json.loads(text) for text in meet(op, group, json.dumps(facts), seconds)]
     ranks = distributed.get_process_group_ranks(group)
     for rank, others in zip(ranks, everyones, strict=True):

@@ -38,12 +38,12 @@ class OverlappedDispatcher(AllGatherDispatcher):
     Works like `AllGatherDispatcher`, but sends a chunk's tokens while the previous chunk is computed, and its outputs
     while the next chunk is computed. No compute hides the first chunk's transfer, so this chunk has a third of the
     tokens of each other chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of
-    outputs in the same order, and those of tokens while weight gradients are computed. Each weight gradient is one
+    outputs in the same order, and gradients of tokens while weight gradients are computed. Each weight gradient is one
     product over all chunks, so more chunks need no further gradient memory. On GPUs the tokens are copied between GPUs,
     see `PeerCopies`. A checkpointed region communicates again when it recomputes. Forward hooks of the experts see
     outputs that have not arrived yet.
 
-    With the reference implementation it works like an `AllGatherDispatcher` with as many chunks.
+    With the reference implementation this class works like an `AllGatherDispatcher` with as many chunks.
     """
 
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
@@ -54,7 +54,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
             return
-        # Only the limits depend on the chunks.
+        # Without limits, count the slots of all tokens at once: only the limits depend on the chunks.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
@@ -155,7 +155,7 @@ class _Plan:
         return topk_weights, choices, permutations
 
     def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
-        """Return the permutation of the slots of all chunks, one after another."""
+        """Concatenate the slots of all chunks, and return one permutation of them."""
         if len(parts) == 1:
             return parts[0]
         num_rows = sum(len(part.row_to_token) for part in parts)
@@ -192,8 +192,8 @@ class _Overlapped(torch.autograd.Function):
                 plan.scatterings.append((part, columns, transport.scatter(out)))
             del tokens_of_part, preactivation, activated
         ctx.plan, ctx.block_rows = plan, parts[0].tile_table.block_rows
-        # The choices are saved tensors, not attributes of `ctx`: under checkpointing, saved tensors are those of the
-        # recomputation, which may choose other experts.
+        # Save the choices as tensors, not as attributes of `ctx`. Under checkpointing, saved tensors come from the
+        # recomputation, and the recomputation may choose other experts.
         of_parts = weights_of_parts, preactivations, choices, *zip(*map(_integers, parts), strict=True)
         ctx.save_for_backward(gathering.whole, *weights, *chain(*of_parts))
         return torch.empty_like(tokens)
@@ -206,7 +206,7 @@ class _Overlapped(torch.autograd.Function):
         weights, saved, num_parts, transport = saved[:8], saved[8:], len(plan.lengths), plan.transport
         of_parts = (saved[first : first + num_parts] for first in range(0, len(saved), num_parts))
         topk_weights, preactivations, choices, *integers = of_parts
-        ctx.maybe_clear_saved_tensors()  # drops autograd's references, so a `del` here frees memory
+        ctx.maybe_clear_saved_tensors()  # drop autograd's references, so that `del` frees memory
         del saved
         parts = [_permutation(*each, block_rows=ctx.block_rows) for each in zip(*integers, strict=True)]
         _, needs_tokens, needs_topk_weights, *needed = ctx.needs_input_grad

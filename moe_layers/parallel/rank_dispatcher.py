@@ -52,11 +52,11 @@ class RankDispatcher(ABC):
 
     Args:
         ranks: the ranks that share the experts, with equally many experts each.
-        max_rows_factor: see each dispatcher. Default None sends and computes exactly the rows that there are.
+        max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
         chunks: parts of the tokens; one is sent while another is computed.
         gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the data that it sends by
-            the scale, because that data is smaller than these gradients. The gradients of tokens and weights are
-            divided by the scale, which is exact for powers of two.
+            the scale, because that data is smaller than these gradients. Gradients of tokens and routing weights
+            are divided by the scale, which is exact for powers of two.
         name: name of the layer in errors.
     """
 
@@ -118,8 +118,8 @@ GRADIENTS = (
 
 
 def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-    """Return as bits which tensors need gradients. Backward communicates only these gradients, so a rank would wait
-    forever for a gradient that another rank does not need."""
+    """Return a bit mask of the tensors that need gradients. The masks of all ranks must be equal: backward communicates
+    only these gradients, so a rank would wait forever for a gradient that another rank does not need."""
     if not torch.is_grad_enabled():
         return 0
     parameters = list(experts.parameters())
@@ -134,18 +134,18 @@ def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> in
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
-    if torch.is_autocast_enabled(device_type):  # converts tokens as the experts would
+    if torch.is_autocast_enabled(device_type):  # convert the tokens here as the experts would
         tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    # A capacity or a list of pairs bounds the slots of all chunks together, and all of them may lie in one chunk.
+    # Each chunk gets the whole bound of a capacity or a list of pairs, because all slots may lie in one chunk.
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 
 
 class PendingChunks:
-    """The outputs of all chunks, in flight. A class, because compiled code would guard each call's function `wait`."""
+    """The outputs of all chunks, in flight. Not a `Pending`: compiled code would guard each call's function `wait`."""
 
     def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks

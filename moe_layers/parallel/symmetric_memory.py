@@ -29,7 +29,7 @@ from .collectives import Ranks, wait
 
 
 class Gathering(NamedTuple):
-    """A gather in flight of all ranks' [N, ...], in parts.
+    """A gather, in flight, of every rank's tensor [N, ...], in parts.
 
     `wait` returns a part of `whole`, ready for use on the current stream. Call it for each part in order.
     """
@@ -38,7 +38,7 @@ class Gathering(NamedTuple):
     wait: Callable[[int], Tensor]  # [P * n, ...]
 
 
-# A reduction in flight: waits for this rank's part of the sum and writes it to a tensor [n, ...]. Called once.
+# A function that waits for this rank's part of a sum and writes it to a tensor [n, ...]. Call it once.
 Scattering = Callable[[Tensor], object]
 
 
@@ -49,7 +49,7 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations have
-        arrived or are abandoned: a recomputation stops as soon as it has all tensors that backward needs."""
+        arrived or were abandoned, for example by a recomputation that stopped once it had all tensors for backward."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -57,7 +57,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum the ranks' [P * n, ...]; this rank keeps [n, ...]. Requires a gather since `begin`."""
+        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. Requires a gather since `begin`."""
 
 
 class CollectiveTransport(Transport):
@@ -82,17 +82,17 @@ class PeerCopies(Transport):
     each share to the rank that sums it. Sums are float32.
 
     The copies run on a separate stream. Each gather starts and each operation ends with a barrier. So no rank reads
-    unwritten memory, or overwrites memory that another rank still reads. Calls take turns in using the memory: a call
-    on another stream waits for the previous call's stream. If CUDA graphs are replayed on another stream than the
+    memory before it is written, or overwrites memory that another rank still reads. Calls use the memory in turn: a
+    call on another stream waits for the previous call's stream. If CUDA graphs are replayed on another stream than the
     surrounding calls, the user must order the replays.
 
     Raises:
         RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A rank that does not reach a barrier
-            within the group's timeout makes the other ranks fail on the GPU. Also raised by a
-            reduction's `wait` after the next `begin`, which reuses the memory.
+            within the group's timeout makes the other ranks fail on the GPU. Also raised if
+            a reduction is completed after the next `begin`, because that call reuses the memory.
 
-    An error on one rank alone, between the barriers of a call, leaves the ranks out of step, as with any collective.
-    The group can then no longer be used.
+    After an error on one rank alone, between the barriers of a call, the group can no longer be used, as with any
+    collective.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -132,7 +132,7 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # The wait comes only now, because a CUDA graph under capture must not wait for earlier work.
+        # Wait only if nothing has waited for this event: a CUDA graph under capture must not wait for earlier work.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -173,7 +173,7 @@ class PeerCopies(Transport):
         return _CopiedScattering(self, shares)
 
     def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Return memory on each rank for such a tensor that has not been used since `begin`."""
+        """Return memory on each rank for a tensor of this shape and dtype. Each call since `begin` gets new memory."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._memory is not None and self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
@@ -200,7 +200,7 @@ class PeerCopies(Transport):
         self.all_have_begun = True
 
     def end(self) -> torch.Event:
-        """End an operation on the stream, once all ranks have reached it. Return its event."""
+        """End an operation on the stream with a barrier of all ranks. Return an event for the end."""
         self.barrier()
         self._last = event = self.stream.record_event()
         return event
@@ -233,7 +233,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 
 
 def _empty_parts(size: int, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return unwritten memory for all ranks' tensors, and its parts."""
+    """Return uninitialised memory for `tensor` of all ranks, and views of `size * length` rows of it."""
     whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
     return whole, whole.split([size * length for length in lengths])
 
@@ -244,7 +244,7 @@ class _CopiedScattering:
         copies.under_way.add(self)
         self._shares = _by_rank(shares, copies.size)  # kept alive until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
-        self._received = buffers[copies.rank]  # all shares except the own one
+        self._received = buffers[copies.rank]  # the other ranks' shares
         assert copies.all_have_begun, "another rank may still read the memory written here"
         with copies.on_copy_stream():
             for peer in copies.others():

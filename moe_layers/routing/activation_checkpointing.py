@@ -12,13 +12,13 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 from moe_kernels.runtime.pytorch import is_in_backward
 
 # FSDP2 labels its work for profilers. A recomputation may have more labels than the forward, for instance if experts
-# are a separate FSDP2 group before a shared expert. Selective checkpointing refuses further ops, labels included.
+# are a separate FSDP2 group before a shared expert. Selective checkpointing refuses further ops, so ignore labels.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of a checkpointed region whose recomputation reuses the forward's experts.
+    """Return contexts for a checkpointed region. Its recomputation reuses the experts that the forward chose.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_routing)
 
@@ -36,7 +36,7 @@ def routing_ops() -> list[Any]:
         kernels.linear_routing.default,
         kernels.topk_routing.default,
         kernels.scored_routing.default,
-        torch.ops.aten.sort.stable,  # chooses in the reference
+        torch.ops.aten.sort.stable,  # the reference implementation chooses experts by this op
         layers.global_expert_counts.default,
         layers.replayed_choice.default,
         layers.kept_choice.default,

@@ -1,7 +1,7 @@
 """Assignments decide which expert computes which token, in place of each token's own top-k.
 
-An assignment replaces the router's choice. It does not change the computation of logits, nor the router's function from
-scores to weights with its gradients. A slot without an expert is -1 and has weight zero.
+An assignment replaces the router's choice. The router still computes the logits and, except with `CustomAssignment`,
+the weights of the assigned experts, with gradients. A slot without an expert is -1 and has weight zero.
 
 | assignment | a token's experts | depends on other tokens |
 |---|---|---|
@@ -32,7 +32,7 @@ from .slots import Slots
 class Assignment(ABC):
     """Decides experts and weights in place of a router. Subclasses document what their decision depends on."""
 
-    decides_counts = False  # whether it decides how many tokens an expert gets
+    decides_counts = False  # whether the assignment decides how many tokens an expert gets
 
     @abstractmethod
     def __call__(
@@ -41,15 +41,15 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Return the routing decided from the logits of `routed`. The choice in `routed` has `top_k` experts. No host
-        synchronisation.
+        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts. No
+        host synchronisation.
 
         Ids lie in [0, E), or are -1. Only ids on the CPU are checked.
         """
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:
-        """Return K', the slots of each token, or None if it depends on the logits, which rules out replay."""
+        """Return K', the slots of each token. None: K' depends on the logits, so no choice can be replayed."""
 
     def weigh(
         self,
@@ -72,7 +72,7 @@ class Assignment(ABC):
 class RoundRobinAssignment(Assignment):
     """Assigns the experts in turn, so that their numbers of slots differ by at most one. For benchmarks.
 
-    A token's experts depend only on the number of tokens before it. Their weights are the router's.
+    A token's experts depend only on the number of tokens before it. The router computes the weights.
     """
 
     def num_slots(self, num_experts: int, top_k: int) -> int:

@@ -14,19 +14,19 @@ from .slots import Slots
 
 @dataclass(frozen=True)
 class CapacityFactor:
-    """Capacity as a multiple of an expert's even share of a sequence's slots: ceil(factor * S * top_k / num_experts).
+    """Limits an expert's slots in each sequence to ceil(factor * S * top_k / num_experts).
 
     Slots beyond the capacity add nothing, and the token's other weights do not change. A token without any slot passes
-    only through the residual connection. A sequence is the last axis but one of x, so other sequences of a batch have
-    no influence. S includes padding, but padding uses no capacity. Capacity and results depend on S.
+    only through the residual connection. S is the size of the last axis but one of x, so sequences of a batch do not
+    influence one another. S includes padding, but padding uses no capacity. Capacity and results depend on S.
 
-    Source: section 2.2 of https://arxiv.org/abs/2101.03961; for weights, section 4 of https://arxiv.org/abs/2106.05974.
+    Sources: section 2.2 of https://arxiv.org/abs/2101.03961; "weight": section 4 of https://arxiv.org/abs/2106.05974.
 
     Args:
-        factor: below 1, fewer rows are computed and saved for backward.
-        by: which slots an expert keeps. "position" (default): the first in token order, independent of later tokens.
-            "weight": those with the largest routing weights, the first on ties. This reads later tokens and is not
-            causal.
+        factor: multiple of an even share. Below 1, fewer rows are computed and saved for backward.
+        by: selects the slots that an expert keeps. "position" (default): the first in token order, independent of later
+            tokens. "weight": those with the largest routing weights, the first on ties. This reads later tokens and is
+            not causal.
 
     Raises:
         ValueError: `factor` is not a positive number, or `by` is unknown.
@@ -41,7 +41,7 @@ class CapacityFactor:
         check_choice("CapacityFactor", "by", self.by, ("position", "weight"))
 
     def of(self, sequence_length: int, num_experts: int, top_k: int) -> int:
-        """Return an expert's capacity: its number of slots of a sequence."""
+        """Return an expert's capacity: the largest number of slots that it takes in a sequence."""
         return even_share(self._ratio, sequence_length * top_k, num_experts)
 
 
@@ -89,7 +89,7 @@ def _rank_among_equals(
     priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
     """Return how many elements with the same key precede each: higher priority first, then earlier position."""
-    # Only stable sorts are used, because `save_routing` keeps their results. The sorted values are the keys.
+    # Use only the results of stable sorts, because `save_routing` keeps them. `ordered` holds the sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]

@@ -34,7 +34,7 @@ def slots_of_pairs(
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
     """Return each token's pairs in list order, padded with -1. Differentiable in the weights.
 
-    No [P, D] rows are needed: `sort_by_expert(..., max_rows=P)` sorts the slots to as many rows as there are pairs.
+    Pass `max_rows=P` to `sort_by_expert`, so that the slots are sorted to P rows instead of T * K'.
     Deterministic, without host synchronisation.
 
     Args:
@@ -77,7 +77,7 @@ class CustomAssignment(Assignment):
     because `route` also computes its weights.
 
     Args:
-        route: a function. It must not be a module, whose parameters would not be registered in the layer.
+        route: a function, but no module, because the layer would not register the module's parameters.
         max_experts_per_token: limit for pairs; a token's further pairs are ignored. Default: the number of experts.
 
     Raises:

@@ -28,9 +28,9 @@ class _AcrossTokens(Assignment):
     def takes(
         self,
         routed: Routing,
-        order: Tensor,  # [E, T] int64: each expert's tokens by falling score, ties in token order, padding last
+        order: Tensor,  # [E, T] int64: each expert's tokens, highest score first, ties in token order, padding last
         token_mask: Tensor | None,  # [T]
-    ) -> Tensor:  # [E, T] bool, in this order
+    ) -> Tensor:  # [E, T] bool, in the order of `order`
         """Return whether each expert takes each token. The caller excludes padding."""
 
     @abstractmethod
@@ -58,7 +58,7 @@ class _AcrossTokens(Assignment):
 
 @dataclass(frozen=True)
 class ExpertChoice(_AcrossTokens):
-    """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call that score it highest.
+    """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call with its highest scores.
 
     Balance is perfect. A token gets all experts that take it, possibly none. A token without experts passes only
     through the residual connection. T includes padding, which no expert takes. Tokens compete by the router's scores,
@@ -66,8 +66,8 @@ class ExpertChoice(_AcrossTokens):
     bias is ignored, because it would not change an expert's order of tokens. Weights follow the router's rule over the
     experts that took the token. For the paper's weights, the plain scores, set `normalize=False`.
 
-    Forward and backward memory have as many rows as the experts take. The routing is [T, E], and its weights are also
-    saved.
+    Forward and backward allocate these ceil(...) rows per expert, at most T. The routing is [T, E], and its weights are
+    also saved.
 
     Source: https://arxiv.org/abs/2202.09368.
 
@@ -102,8 +102,8 @@ _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2,
 class TokenRounding(_AcrossTokens):
     """Rounds each expert's number of tokens in the top-k to a multiple, so that no tile is partly empty.
 
-    An expert with too many tokens drops those that score it lowest, the last on ties. An expert with too few takes the
-    tokens that score it highest among those that did not choose it. A token may therefore get fewer experts than top_k,
+    An expert with too many tokens drops those with its lowest scores, the last on ties. An expert with too few adds the
+    tokens with its highest scores among all that did not choose it. A token may therefore get fewer experts than top_k,
     possibly none, or more. Weights follow the router's rule over the experts that the token gets. With fewer tokens
     than the multiple, no expert gets any. Use this assignment only for training, with many more tokens.
 
@@ -141,7 +141,7 @@ class TokenRounding(_AcrossTokens):
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
         num_chosen = is_chosen.cumsum(1)  # [E, T] running count by score
         counts = num_chosen[:, -1:]
-        # Chosen tokens precede the others, both by falling score.
+        # Chosen tokens precede the others. Both groups have the highest score first.
         rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)
         rounded = (counts + _ADDED[self.rounding](self.multiple)) // self.multiple * self.multiple
         return rank < rounded.clamp(max=available // self.multiple * self.multiple)

@@ -28,9 +28,9 @@ class AttachedRouter(Protocol):
     name: str  # name of the router in its model
     num_experts: int
     num_zero_experts: int
-    block: nn.Module  # holds the router and its experts
+    block: nn.Module  # the module that holds the router and its experts
     observer: Any
-    balance_losses: Any  # BalanceLosses, which this folder must not import
+    balance_losses: Any  # a BalanceLosses; Any, because this folder must not import that class
     aux_loss: Tensor | None
     aux_loss_scale: Tensor | None
     expert_counts: Tensor
@@ -66,7 +66,7 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 
 
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
-    """Let `find` add the routers of another library. It returns them by the name of their layer in the model.
+    """Let `find` add another library's routers. `find(model)` maps the name of each router's layer to the router.
 
     Integrations call this function when they are imported, because this folder must not import them.
     """
@@ -85,6 +85,6 @@ def check_found(op: str, found: Collection[object]) -> None:
 
 
 def model_routers(model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    """Return all routers of a model: this package's by their name, and attached ones."""
+    """Return this package's routers in a model by module name, and attached routers by the name of their layer."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
     return own | attached_routers(model)

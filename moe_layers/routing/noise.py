@@ -21,7 +21,7 @@ class RouterNoise:
         input_jitter: in the router's input, each element of a token is multiplied by an independent uniform number from
             [1 - input_jitter, 1 + input_jitter). This changes choice, weights, logits and losses, and gradients flow
             through the product. Default: 0. Source: https://arxiv.org/abs/2101.03961.
-        gumbel: this multiple of independent standard Gumbel numbers is added to the logits that choose the experts.
+        gumbel: scale of independent standard Gumbel noise that is added to the logits before experts are chosen.
             With 1 and softmax scores, experts are drawn without replacement by their probabilities. Weights, losses and
             gradients use the logits without noise. A replayed choice is not changed. Default: 0. Source:
             https://arxiv.org/abs/1903.06059.
@@ -65,7 +65,7 @@ class RouterNoise:
 
         Shapes: logits [T, E], selection_bias [E]; result [T, K] int32.
         """
-        # The negated logarithm of an exponential number is a Gumbel number.
+        # If a number has the exponential distribution, its negative logarithm has the Gumbel distribution.
         noise = -torch.empty_like(logits).exponential_().log()
         noisy = logits.detach() + self.gumbel * noise
         shaped = replace(spec, logit_softcap=None)

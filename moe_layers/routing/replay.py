@@ -36,11 +36,11 @@ class RoutingReplay:
     before padding and capacities, which are applied again on replay. `choices` can be filled by hand, sent or saved
     like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
 
-    The model may also be a transformers model that was given to `enable`. The names are then those of the blocks that
-    hold the routers. The router's own code weighs the replayed experts. A token with a negative expert keeps the
-    router's own choice there, while in a `MoEFeedForward` -1 means no expert.
+    The model may also be a transformers model that was given to `enable`. The keys are then the names of the blocks
+    that hold the routers, and the router's own code weighs the replayed experts. There, a token with a negative expert
+    keeps the router's own choice. In a `MoEFeedForward`, -1 means no expert.
 
-    Capture and replay use hooks, so models compiled by `torch.compile` must run uncompiled for them.
+    Capture and replay use hooks, so run a model uncompiled during both if `torch.compile` has compiled it.
 
     Raises:
         ValueError: a choice is not [T, K] int32.
@@ -67,14 +67,14 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding and tokens beyond the end of an array get -1, such as a sequence's last token, which the engine never
-        runs. A transformers model keeps its own choice for them. A batch in several forwards needs a record for each.
+        Padding gets -1. So do tokens beyond the end of an array, such as the last token, which the engine never runs. A
+        transformers model keeps its own choice for -1. A batch in several forwards needs a record for each.
 
         Shapes: attention_mask [B, S].
 
         Args:
-            rollouts: for each sequence, the engine's integers [sequence, layer, top-k] from its first token on. The
-                layers are those with experts, or all layers. Layers without experts are then ignored.
+            rollouts: the engine's expert ids for each sequence, integers [sequence, layer, top-k] from the first token
+                on. The layers are those with experts, or all layers; layers without experts are then ignored.
             attention_mask: for a batch that is padded on any side. Zero marks padding.
             lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
@@ -102,13 +102,13 @@ class RoutingReplay:
 
     @contextmanager
     def capture(self, model: nn.Module) -> Iterator[None]:
-        """Add every forward of a router of `model` inside the context to the record, except recomputed forwards.
+        """Record the choices of all routers of `model` in each forward inside the context, except recomputed forwards.
 
         Raises:
             ValueError: `model` has no router, or no router ran.
         """
         routers = _routers("capture", model)
-        captured = []  # names
+        captured = []  # names of the routers that ran
 
         def add_to(name: str, choice: Tensor) -> None:
             self.choices.setdefault(name, []).append(choice)
@@ -219,7 +219,7 @@ def _prepare(replays: list[_Replay]) -> None:
         is_own = None
         if is_attached:
             is_own = (choices < 0).any(2, keepdim=True)
-            # Values on a GPU are not read.
+            # Keep a mask on a GPU without reading it, because reading would synchronise the host.
             is_own = is_own.to(device) if source.type == "cuda" or is_own.any() else None
             choices = choices.long()
         choices = choices.to(device)

@@ -21,7 +21,7 @@ class LayerRouting(NamedTuple):
         chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without one.
         chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without one.
         token_mask: [T] bool, False for padding; None for no padding.
-        sequence_lengths: [N] integers, or one length for all.
+        sequence_lengths: [N] integers, or one length for all; None if unknown.
     """
 
     topk_experts: Tensor
@@ -46,7 +46,7 @@ class LayerRouting(NamedTuple):
     @property
     def num_tokens(self) -> int | Tensor:
         """Return the number of tokens that are not padding; with a mask, counted on the device."""
-        # `len` would be a constant of an exported program.
+        # `shape[0]` instead of `len`, because `len` would be a constant in an exported program.
         return self.logits.shape[0] if self.token_mask is None else self.token_mask.sum()
 
 

@@ -81,7 +81,7 @@ class TopKRouter(nn.Module):
         self.num_experts = num_experts
         self.top_k = top_k
         self._spec = spec
-        # True if one op computes the routing: nothing precedes its linear map or follows its weights.
+        # True if one op computes the routing: nothing precedes the linear map, and nothing changes the weights later.
         self.is_linear_op = is_one_op(spec) and spec.input_norm_epsilon is None and not spec.per_expert_scale
         self._is_softmax = spec.is_softmax_of_logits and not spec.logit_bias
         self._score_settings = score_settings(spec)
@@ -168,7 +168,7 @@ class TopKRouter(nn.Module):
 
         Args:
             topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On a
-                GPU and in compiled code, ids that no expert has become -1, because they cannot be checked.
+                GPU and in compiled code, ids cannot be checked, and ids beyond the experts become -1.
             token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
 
         Raises:
@@ -191,8 +191,8 @@ class TopKRouter(nn.Module):
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
             kind = Routing if self.assignment is None else Slots
-            # PyTorch 2.11 cannot compile `_replace` of a NamedTuple.
-            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])  # pyright: ignore[reportArgumentType]  # of its kind
+            # Call the class, because PyTorch 2.11 cannot compile `_replace` of a NamedTuple.
+            routed = kind(routed.topk_experts, routed.topk_weights * scale, *routed[2:])  # pyright: ignore[reportArgumentType]  # these are the fields of `kind`
         return routed
 
     def _check_replayed(self, topk_experts: Tensor, num_tokens: int) -> None:
@@ -259,7 +259,7 @@ class TopKRouter(nn.Module):
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        # With `assign=True`, tensors that the state dict lacks stay on meta. Others get the state dict's dtypes.
+        # Undo two effects of `assign=True`: missing tensors stay on meta, and others get the state dict's dtypes.
         if self.expert_counts.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
         if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:

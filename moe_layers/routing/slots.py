@@ -14,7 +14,7 @@ from .result import LayerRouting
 
 
 class Slots(NamedTuple):
-    """The slots of one forward: the router's choice without the slots that reach no expert."""
+    """The router's choice in one forward. A slot that reaches no expert is -1."""
 
     topk_experts: Tensor  # [T, K] int32; -1 for a slot that reaches no expert
     topk_weights: Tensor  # [T, K] float32
@@ -36,11 +36,11 @@ class Slots(NamedTuple):
 def layer_routing(
     slots: Slots,
     info: TokenInfo,
-    offsets: Tensor | None,  # [E], the end rows of all slots
+    offsets: Tensor | None,  # [E]: exclusive end row of each expert's slots
     num_experts: int,  # zero experts included
     implementation: str | None,
 ) -> LayerRouting:
-    """Return the routing of a forward with its counts, which are taken from `offsets` if given."""
+    """Return the routing of a forward, with counts by expert. `offsets`, if given, saves one sort for the counts."""
 
     def count(experts: Tensor) -> Tensor:  # [E] int32
         return differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)

@@ -38,7 +38,7 @@ class Bucket:
     buffer: Tensor
 
     def unpack(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor, a view of the buffer.
+        """Yield the name and the tensor of each weight. The tensors are views of the buffer.
 
         Raises:
             ValueError: a tensor has another checksum than its entry.

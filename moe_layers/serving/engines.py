@@ -1,8 +1,8 @@
 """The layout of experts that the loaders of inference engines read, by architecture.
 
-vLLM 0.33.0: `load_weights` in vllm/model_executor/models. flex_olmo and hunyuan_v1_moe have no file there, so vLLM's
-transformers backend loads them. SGLang 0.5.23: `load_weights` in sglang/srt/models. Every row was compared with these
-files. Both engines take the names of published checkpoints, and stack gate and up of each expert in one parameter.
+Every entry was compared with `load_weights` in vllm/model_executor/models of vLLM 0.33.0 and in sglang/srt/models of
+SGLang 0.5.23. vLLM has no file for flex_olmo and hunyuan_v1_moe, so its transformers backend loads them. Both engines
+take the names of published checkpoints, and stack gate and up of each expert in one parameter.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def engine_layout(engine: str, *model_types: str | None) -> str:
     """Return the layout of experts that an engine reads.
 
     Args:
-        model_types: model_type of the text model, then of the model around it.
+        model_types: model_type of the text model, then of the model that contains it.
 
     Raises:
         ValueError: the engine is not known to load this architecture.
@@ -69,7 +69,7 @@ def engine_layout(engine: str, *model_types: str | None) -> str:
 
 
 def check_engine(engine: str, expected: str, prefix: str, found: Iterable[str]) -> None:
-    """Raise ValueError unless the layout that the engine reads is one of those that fit the block's tensors."""
+    """Raise ValueError unless the engine's layout, `expected`, is in `found`, the layouts that fit the block."""
     names = list(found)
     if expected not in names:
         raise ValueError(

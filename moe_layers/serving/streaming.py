@@ -23,7 +23,7 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, check_engine, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the module
+_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the whole name
 
 
 def iter_weights(
@@ -32,9 +32,9 @@ def iter_weights(
     """Yield name and tensor of all weights, for `load_weights` of an inference engine.
 
     The model may be one of transformers, enabled or not, or any module with `MoEFeedForward` layers. It may be sharded
-    by FSDP2 or expert parallelism: then all ranks must iterate, in step, and each gets the whole tensors. Active LoRA
-    adapters are added, in float32, and rounded once; the model keeps them. Weights in FP8, MXFP4 or 4 bits are
-    dequantised. Tied weights are yielded once.
+    by FSDP2 or expert parallelism. All ranks must then iterate together, and each gets whole tensors. Active LoRA
+    adapters are added in float32, and each sum is rounded once. The model keeps its adapters. Weights in FP8,
+    MXFP4 or 4 bits are dequantised. Tied weights are yielded once.
 
     Memory holds one layer beyond the model, or less where tensors are views of its parameters. A tensor is valid until
     the model changes. An engine that loads asynchronously needs copies, as `pack` makes them.
@@ -48,8 +48,8 @@ def iter_weights(
 
     Raises:
         ValueError: the layout is unknown, or the engine has no loader for this architecture; the model holds a
-            transformers model below other modules; experts or tensors are missing here, FSDP1 or DeepSpeed shares
-            them; an adapter is not plain LoRA; or weights are in another quantised format.
+            transformers model below other modules; experts or tensors are missing on this rank, or sharded by
+            FSDP1 or DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
     check_choice("iter_weights", "layout", layout, LAYOUTS)
@@ -71,7 +71,7 @@ class _Stream:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         ignored = tuple(map(re.compile, getattr(self.root, "_keys_to_ignore_on_save", None) or ()))
         values = (v for v in self.reader.values(self.root) if not any(pattern.search(v.name) for pattern in ignored))
-        for _, group in itertools.groupby(values, lambda value: _LAYER.match(f"{value.name}.")[0]):  # pyright: ignore[reportOptionalSubscript]  # matches all
+        for _, group in itertools.groupby(values, lambda value: _LAYER.match(f"{value.name}.")[0]):  # pyright: ignore[reportOptionalSubscript]  # every string matches
             layers, plain = [], []
             for value in group:
                 (layers if isinstance(value, LayerValue) else plain).append(value)
@@ -85,7 +85,7 @@ class _Stream:
             yield from held.items()
             return
         experts = {value.name: value for value in values if value.experts is not None}
-        # Renaming needs all names of a layer, but no values.
+        # Meta tensors represent the experts, because renaming needs all names of a layer but no values.
         for name in experts:
             if not name.endswith(SCALES):
                 held[name] = torch.empty((1, 4) if name.endswith("_bias") else (1, 4, 4), device="meta")
@@ -107,7 +107,7 @@ class _Stream:
             if len(layouts) == 1 and layouts[0].keys[0].per_expert:
                 yield from _per_expert(blocks[0], layouts[0], value, tensor)
             else:
-                # transformers writes the experts of Qwen3-VL-MoE as it keeps them, but engines read the published form.
+                # transformers writes Qwen3-VL-MoE's experts in its memory layout, but engines read the published one.
                 is_turned = self.expected == "transposed" and not getattr(value.experts, "is_transposed", True)
                 for disk_name, held in self._renamed({value.name: tensor}).items():
                     yield disk_name, held.transpose(1, 2) if is_turned else held
@@ -115,7 +115,7 @@ class _Stream:
     def _renamed(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
 
-        return revert_weight_conversion(self.names, tensors)  # pyright: ignore[reportArgumentType]  # reads no more
+        return revert_weight_conversion(self.names, tensors)  # pyright: ignore[reportArgumentType]  # only these attributes are read
 
     def _of_layer(self, value: LayerValue) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of a layer of this package."""
@@ -173,7 +173,7 @@ def _memory_layout(experts: Any) -> str:
 
 
 class _LayerState(dict[str, Any]):
-    """Whole tensors of a layer. Weights of the experts are read when they are asked for, and only the last is kept."""
+    """Whole tensors of a layer. Expert weights are read on request, and only the last one stays in memory."""
 
     def __init__(self, name: str, layer: Any, keep_quantized: bool):
         self.experts, self.keep_quantized = layer.experts, keep_quantized
@@ -195,7 +195,7 @@ class _LayerState(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         if self.last[0] != name:
-            self.last = "", None  # frees the last weight before the next read
+            self.last = "", None  # free the last weight before the next read
             self.last = name, self._read(name)
         return self.last[1]
 

@@ -13,7 +13,7 @@ from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # children by which torch.compile and others hold a module
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # names of the inner module in torch.compile and others
 SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -41,7 +41,7 @@ _Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor
 
 
 class LayerValue(NamedTuple):
-    """A layer of this package, all of whose tensors are read together."""
+    """A layer of this package. All its tensors are read together."""
 
     name: str
     layer: MoEFeedForward
@@ -80,7 +80,7 @@ class Reader(NamedTuple):
     def _own(
         self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: _Seen
     ) -> Iterator[Value | LayerValue]:
-        """Yield parameters and persistent buffers of a module itself."""
+        """Yield a module's parameters and persistent buffers, without those of its children."""
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         temporary = module._non_persistent_buffers_set
         held |= {n: b for n, b in module._buffers.items() if b is not None and n not in temporary}
@@ -162,7 +162,7 @@ def _join(path: str, name: str) -> str:
 
 
 def gathered(name: str, tensor: Any) -> Tensor:
-    """Return the tensor of all ranks, which call this in the same order. Serves as a `local_share` that is no share."""
+    """Return the full tensor. All ranks call this in the same order. Passed as `local_share`, it keeps all experts."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         from ..parallel.collectives import full_tensor
@@ -174,7 +174,7 @@ def gathered(name: str, tensor: Any) -> Tensor:
 
 
 def peft_class(module: nn.Module) -> str | None:
-    """Return the name of a module's PEFT class, or None. FSDP2 derives classes, so base classes count."""
+    """Return the name of a module's PEFT class, or None. Base classes count, because FSDP2 derives classes."""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")), None)
 
 
@@ -213,7 +213,7 @@ def own_memory(tensor: Tensor, held: Any) -> Tensor:
 
 
 def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
-    """Add adapters to a weight in its memory, in float32 (float64 stays), and round once."""
+    """Add adapters to a weight in place. Sum in float32, or in float64 for a float64 weight, and round once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     factors = [(*_factors(name, change), change.wrapper.scaling[change.adapter]) for change in changes]
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)

@@ -11,13 +11,13 @@ from torch import Tensor
 from ...types import TileTable
 from .base import RowArguments, layout_of
 
-COLUMNS = 128  # columns per number of `row_sums`
+COLUMNS = 128  # columns that each element of `row_sums` sums
 
 
 @dataclass(eq=False)
 class ActivationGradientArguments(RowArguments):
-    """Arguments of a GEMM and the activation's gradient in the expert op's backward. With dA' = A[start:end] @ B[g] for
-    every group g, rounded to A's dtype:
+    """Arguments of a GEMM in the expert op's backward that also computes the activation's gradient. For every group g,
+    dA' is A[start:end] @ B[g], rounded to A's dtype. The results are:
 
         out = row_weights * dA' * activation'(preactivation)       weighted = row_weights * activation(preactivation)
         row_sums = the sums of dA' * activation(preactivation) over blocks of `COLUMNS` columns

@@ -1,7 +1,7 @@
 """The base of the catalog's argument classes, and the parts of their keys.
 
-Any object with `__dlpack__` may be a tensor, and its memory is used without a copy. `error` reports shapes, dtypes and
-devices that no kernel supports. A single kernel's requirements are in its metadata.
+Any object with `__dlpack__` may be passed as a tensor. Its memory is used without a copy. `error` reports shapes,
+dtypes and devices that no kernel supports. A single kernel's requirements are in its metadata.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the dtype, which axes are contiguous, whether the tensor has the copy engine's 16-byte alignment, and
-    whether rows longer than a cache line lie whole cache lines apart."""
+    """Return (dtype, whether each axis is contiguous, whether address and strides are multiples of 16 bytes as TMA
+    needs, whether strides above a cache line are whole cache lines)."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -104,7 +104,7 @@ class Arguments(abc.ABC):
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
         """Return all properties that decide whether and how fast kernels run. Arguments with equal keys get the same
-        kernel. Numbers of rows are rounded up to a power of two. Zero rows are a separate case."""
+        kernel. Most classes round the number of rows up to a power of two. Zero rows are a separate case."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
@@ -144,7 +144,7 @@ class Arguments(abc.ABC):
 
 
 class RowArguments(Arguments):
-    """Base of the products out[start:end] = A[start:end] @ B[g] for every group g of rows."""
+    """Base of the arguments of out[start:end] = A[start:end] @ B[g] for every group g of rows."""
 
     B: Tensor  # [G, K, N]
     offsets: Tensor | None  # [G] int32; not read when tile_table is given
@@ -157,7 +157,7 @@ class RowArguments(Arguments):
         return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
 
     def _row_key(self) -> tuple[Any, ...]:
-        """Return the part of `selection_key` that all these products have."""
+        """Return the part of `selection_key` that all subclasses share."""
         sizes = self.B.shape
         return (
             sizes,
@@ -176,7 +176,7 @@ class RowArguments(Arguments):
         return sized_key(form, self.A.dtype, *self.B.shape, num_rows=self.num_rows)
 
     def _row_error(self) -> str | None:
-        """Return the error in A, B, the axes of out and the integers, or None."""
+        """Return the error in A, B, the number of axes of out, the offsets or the index, or None."""
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns), num_rows = self.A.shape, self.B.shape, self.out.shape[0]

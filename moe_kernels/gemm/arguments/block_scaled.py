@@ -1,4 +1,4 @@
-"""Arguments of a grouped GEMM of e4m3 operands with a scale per block: 1 x 128 of rows, 128 x 128 of matrices."""
+"""Arguments of a grouped GEMM of e4m3 operands. Each block of 1 x 128 in rows, 128 x 128 in matrices has a scale."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ...runtime.triton import cdiv
 from ...types import TileTable
 from .base import RowArguments
 
-# Least number of columns of the product for which rows are copied before the GEMM. The copy saves about a tenth of the
-# GEMM's time. Its own time does not depend on the number of columns: on an H200 it equalled the saving at 2048 columns.
+# A GEMM with this many columns or more reads a copy of the rows instead of gathering them. This saves about a tenth of
+# the GEMM's time. The copy's time does not depend on the columns: on an H200 it equalled the saving at 2048 columns.
 COLUMNS_WORTH_A_COPY = 4096
 
 
@@ -38,7 +38,7 @@ class BlockScaledGemmArguments(RowArguments):
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies one
-    zero_tail: bool = True  # write zeros to the rows past the last offset; False leaves them unwritten
+    zero_tail: bool = True  # whether to write zeros to the rows past the last offset
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
     assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
 

@@ -29,7 +29,7 @@ class QuantizedMatrices(NamedTuple):
 class DecodingGemmArguments(Arguments):
     """out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
 
-    B[g] is the quantised matrix g, or its transpose. Rows past the last group stay unwritten. Build it with `of`.
+    B[g] is the quantised matrix g, or its transpose. Rows past the last group are not written. Construct with `of`.
     """
 
     operand_names = ("A", "out")
@@ -54,7 +54,7 @@ class DecodingGemmArguments(Arguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies one
     bias: Tensor | None = None  # [G, N]
-    extra_a: Tensor | None = None  # [R, r], never gathered
+    extra_a: Tensor | None = None  # [R, r], not gathered by row_to_token
     extra_b: Tensor | None = None  # [G, r, N]
 
     @classmethod

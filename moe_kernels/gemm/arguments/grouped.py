@@ -20,9 +20,9 @@ class GroupedGemmArguments(RowArguments):
     `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
     once.
 
-    With an epilogue, `preactivation` gets this value without the bias. `out` gets the activation of the stored
-    preactivation plus the bias. The bias is added after the rounding, because rounded sums cross the limits of clamps
-    more often. N is 2F if gated, else F.
+    With an epilogue, the value without the bias is rounded and stored in `preactivation`. `out` gets the activation of
+    (stored preactivation + bias). This sum is not rounded, because rounding would move more values across the limits of
+    clamps. N is 2F if gated, else F.
 
     Shapes: A [R, K] or [T, K], B [G, K, N], out [R, N] or [R, F], offsets [G] int32, row_to_token [R] int32,
     preactivation [R, N], bias [G, N], row_scale [R] float32, scale_a [R] float32 or [T], scale_b [G, N] float32,
@@ -42,12 +42,12 @@ class GroupedGemmArguments(RowArguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # an activation
     preactivation: Tensor | None = None  # [R, N], with an epilogue
-    zero_tail: bool = True  # write zeros to the rows past the last offset; False leaves them unwritten
+    zero_tail: bool = True  # whether to write zeros to the rows past the last offset
     bias: Tensor | None = None  # [G, N]
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
-    extra_a: Tensor | None = None  # [R, r], never gathered
+    extra_a: Tensor | None = None  # [R, r], not gathered by row_to_token
     extra_b: Tensor | None = None  # [G, r, N]
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
     assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows

@@ -48,7 +48,7 @@ class JaggedGemmArguments(Arguments):
     def grouped(self, num_groups: int) -> GroupedGemmArguments:
         """Return the same product as a grouped GEMM, with B repeated for each group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # Kernels never use a single group's stride. TMA accepts only some strides, so set the usual one.
+        # A single group's stride is never used, but TMA accepts only some strides. Set the stride of adjacent matrices.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(

@@ -13,8 +13,8 @@ from torch import Tensor
 from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
-# Fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; the sum of 1 if A and 2 if B
-# is stored by columns; the first tile and the end tile. The number of fields is even, so that the tile list after the
+# The number of fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; two bits (1 if
+# A, 2 if B is stored by columns); the first tile and the end tile. The number is even, so that the tile list after the
 # rows is aligned to 16 bytes.
 NUM_FIELDS = 12
 
@@ -37,7 +37,7 @@ class ProblemTable(NamedTuple):
 
     problems: Tensor  # [G, NUM_FIELDS] int64
     tile_to_problem: Tensor  # [tiles] int32
-    tile_shape: tuple[int, int]  # rows and columns of out
+    tile_shape: tuple[int, int]  # rows and columns of a tile of out
 
     @property
     def pointers(self) -> Tensor:  # [G, 3] int64: A, B, out
@@ -93,7 +93,7 @@ def _matrix_error(matrix: Tensor, dtype: torch.dtype, device: torch.device) -> s
 
 @dataclass(frozen=True, eq=False)
 class GroupedGemmListArguments(Arguments):
-    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ; an empty sum is zero.
+    """out_list[g] = epilogue(A_list[g] @ B_list[g]) for every g. All sizes may differ. K = 0 gives zeros.
 
     Shapes: A_list [M, K] each, B_list [K, N] each, out_list [M, N] each.
     """
@@ -105,7 +105,7 @@ class GroupedGemmListArguments(Arguments):
     B_list: Sequence[Tensor]  # [K, N] each
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
-    table: ProblemTable | None = None  # a table made of these tensors; None: the kernel makes it
+    table: ProblemTable | None = None  # a table of these tensors; None: the kernel makes one
     epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
@@ -167,7 +167,7 @@ class GroupedGemmListArguments(Arguments):
         for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
             m, k = a.shape
             n = b.shape[1]
-            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)  # pyright: ignore[reportGeneralTypeIssues]  # free of errors
+            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)  # pyright: ignore[reportGeneralTypeIssues]  # not None here
             ldo = out.stride(0)
             pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
             problems.append(Problem(pointers, (m, n, k), (lda, ldb, ldo), (a_columns, b_columns)))

@@ -1,4 +1,4 @@
-"""Code shared by the designs of a family: argument checks, and the metadata that a kernel reads on the device."""
+"""Base classes of kernels: argument checks, and the tile tables that kernels read on the device."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-_MULTIPLICATIONS_PER_BYTE = 50  # about half of what tensor cores compute while memory moves one byte, A100 to B200
-_BOUNDS_BLOCK = 128  # tile height of a table whose tiles are not used
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of tensor-core speed / memory bandwidth, from A100 to B200
+_BOUNDS_BLOCK = 128  # tile height of the tables of weight gradients, which do not read the tiles
 
 
 class RowTileKernel(Kernel):
-    """Base of kernels whose tiles are rows of one group times columns. It estimates their work and makes their tile
-    table."""
+    """Base of kernels in which a tile covers rows of only one group. Estimates the work and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
         """Return the cost of one group and one step of the reduction."""
@@ -35,7 +34,7 @@ class RowTileKernel(Kernel):
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: RowArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the tile table of the arguments if it has this kernel's tile height, else make one."""
+        """Return the tile table in `args` if it has this kernel's tile height. Otherwise return a new table."""
         if self._has_table(args):
             return args.tile_table
         offsets = args.offsets
@@ -46,7 +45,7 @@ class RowTileKernel(Kernel):
 
     @property
     def _table_rows(self) -> int:
-        """Return the height of the tiles of a table that the kernel makes."""
+        """Return the tile height of tables that the kernel makes."""
         return self.metadata.design.tile_shape[0]
 
     def _has_table(self, args: RowArguments) -> bool:
@@ -114,7 +113,7 @@ class WrappedGroupedGemm(Kernel):
     """Base of kernels that compute another kind of product by running a grouped GEMM kernel with a suitable tile
     table."""
 
-    form: str  # replaces "grouped_gemm" in the kernel's name
+    form: str  # name of this product, instead of "grouped_gemm" in the kernel's name
 
     def __init__(self, grouped: GroupedGemmKernel, suffix: str = ""):
         name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
@@ -125,7 +124,7 @@ class WrappedGroupedGemm(Kernel):
 
 
 def plain_products(*kernels: Kernel) -> list[GroupedGemmKernel]:
-    """Return the grouped GEMM kernels without a gather and an epilogue."""
+    """Return the grouped GEMM kernels that neither gather rows nor apply an epilogue."""
     grouped = [kernel for kernel in kernels if isinstance(kernel, GroupedGemmKernel)]
     return [kernel for kernel in grouped if kernel.metadata.epilogue is None and not kernel.metadata.design.gather]
 
@@ -149,7 +148,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the arguments' table with bounds and order of the groups, or make one."""
+        """Return the tile table in `args`, or a new one. Kernels read only its bounds and its order of the groups."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
         return args.tile_table

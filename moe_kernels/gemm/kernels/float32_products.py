@@ -9,8 +9,8 @@ from ...runtime.pytorch import fp32_precision
 from ...runtime.triton import tl, triton
 from ..kernel import device_cc
 
-# Compute capabilities whose tensor cores multiply float64 as fast as other units do float32. Most others have 1/32 or
-# 1/64 of that rate; Triton 3.6 cannot compile a float64 dot for 10.0.
+# Compute capabilities with tensor cores that multiply float64 as fast as CUDA cores multiply float32. Most other GPUs
+# reach 1/32 or 1/64 of that rate. 10.0 is left out, because Triton 3.6 cannot compile a float64 dot for it.
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
 _FAST_FLOAT64 = frozenset({80, 90})
 
@@ -24,12 +24,12 @@ def dot_precision(operand: Tensor) -> str | None:
     """Return how a kernel multiplies float32 operands like this one. Return None for other dtypes, whose products are
     exact in float32.
 
-    Return "tf32" if the user enabled it in PyTorch, else "float64" if it is fast. Products are then exact, and the sum
-    is rounded once, at the end. Otherwise return "float32": products are summed in short runs.
+    Return "tf32" if the user enabled it in PyTorch. Else return "float64" if that is fast: products are exact, and only
+    the final sum is rounded. Else return "float32": products are summed in short runs.
     """
     if operand.dtype != torch.float32:
         return None
-    if fp32_precision("cuda", "matmul") == "tf32":  # by PyTorch's old or new setting
+    if fp32_precision("cuda", "matmul") == "tf32":  # set by PyTorch's old or new API
         return "tf32"
     return "float64" if has_fast_float64(operand.device) else "float32"
 
@@ -50,8 +50,8 @@ def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     `positive` is any positive number whose value the compiler does not know. It keeps the compiler from adding each
     float32 term to `total` directly.
     """
-    # Tensor cores sum float8 products with about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2). IMPRECISE adds each
-    # step's sum to a float32 total.
+    # Tensor cores sum float8 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). IMPRECISE
+    # adds each step's sum to a float32 total.
     IMPRECISE: tl.constexpr = a.shape[1] if a.dtype.is_fp8() else None
     if PRECISION is None:
         return tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)

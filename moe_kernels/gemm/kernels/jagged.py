@@ -222,7 +222,7 @@ JAGGED_KERNELS = tuple(
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return the kernel with float32 results, because B's gradient is a sum of its results."""
+    """Return this kernel with float32 results. B's gradient sums such results, which must not be rounded."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"

@@ -214,7 +214,7 @@ def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] 
 
 EXTRA = ("extra_a", "extra_b")
 
-# Every tile fits the shared memory of the smallest GPU of its generation (99 KiB).
+# Every tile fits 99 KiB of shared memory, the least of the supported GPUs.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
     # The last two configurations are for the few columns of adapters.

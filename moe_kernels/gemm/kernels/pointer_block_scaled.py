@@ -1,7 +1,7 @@
 """Grouped GEMM of e4m3 operands with block scales through pointers: any size, stride and GPU that multiplies e4m3.
 
-Tensor cores sum e4m3 products with about 14 bits (https://arxiv.org/abs/2412.19437, 3.3.2). The sum of each 128
-products is scaled and added to a float32 total.
+Tensor cores sum e4m3 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). The sum of every
+128 products is therefore scaled and added to a float32 total.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..arguments.block_scaled import BlockScaledGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign, Status
 from .families import RowTileKernel, kernel_name, tma_status
 
-INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # pyright takes tl.constexpr for Any
 
 
 @triton.jit(do_not_specialize=["num_row_tiles"])
@@ -44,7 +44,7 @@ def _block_scaled_kernel(
     ZERO_TAIL: tl.constexpr,
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # divides 128
+    BLOCK_N: tl.constexpr,  # a divisor of 128
     BLOCK_K: tl.constexpr,  # 128
 ):
     """One program writes one [BLOCK_M, BLOCK_N] tile of out. Grid: (capacity * cdiv(N, BLOCK_N),)."""

@@ -1,9 +1,9 @@
 """Grouped GEMM of few rows that decodes quantised weights while it loads them.
 
 With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
-those of experts that have rows. A decoded value has the bits of `dequantize` in the dtype of the rows. Products are
-accumulated in float32 and rounded once. For many rows a dequantised weight is faster: every tile of rows decodes the
-weight again, and the fastest GEMMs need operands that the copy engine can load.
+those of experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
+accumulated in float32 and rounded once. For many rows it is faster to dequantise the weight first: here every tile of
+rows decodes the weight again, and the fastest GEMMs need operands that the copy engine can load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .families import kernel_name
 from .float32_products import add_product, dot_precision, zero_total
 from .pointer import multiply_tile, with_strides
 
-# From this average number of rows per expert on, weights are dequantised. By calculation, writing and reading a
-# copy takes 0.4 of the GEMM's time with 512 rows, less with more.
+# From this average number of rows per expert on, weights are dequantised before the GEMM. By calculation, writing and
+# reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
 MAX_ROWS = 512
 
-# Cost of decoding one value, in multiplications of a tile: about 6 instructions of 128 lanes.
+# Cost of decoding one value, in tensor-core multiplications. Decoding takes about 6 instructions of 128 lanes.
 _DECODING = 40
 _CACHE_LINE = 128  # values of 8 bits
 
@@ -145,7 +145,7 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """Takes `DecodingGemmArguments` of any format, gathered or not. Each row tile and column tile has one program."""
+    """Takes `DecodingGemmArguments` of any format, gathered or not. One program computes one tile of the output."""
 
     arguments_class = DecodingGemmArguments
 
@@ -153,8 +153,8 @@ class DecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction. Each tile of rows decodes the weight again, and
-        parts of rows shorter than a cache line are loaded more slowly."""
+        """Return the cost of one group and one step of the reduction. Each tile of rows decodes the weight again. Loads
+        of less than a cache line from a row of the weight are slower."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
         row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING

@@ -65,7 +65,7 @@ def _gemm_kernel(
 
 
 class PointerGemm(Kernel):
-    """`out[l] = epilogue(A[l] @ B[l])`, one program per tile. All products share an operand without a batch axis."""
+    """`out[l] = epilogue(A[l] @ B[l])`, one program per tile. An operand without a batch axis serves all products."""
 
     arguments_class = GemmArguments
     epilogues = tuple(PLAIN_EPILOGUES)

@@ -100,7 +100,7 @@ def _pointer_array_kernel(
 
 
 class PointerArrayGemm(GroupedGemmListKernel):
-    """`out_list[g] = epilogue(A_list[g] @ B_list[g])`, one launch."""
+    """Computes `out_list[g] = epilogue(A_list[g] @ B_list[g])` for all g in one launch."""
 
     epilogues = tuple(PLAIN_EPILOGUES)
 
@@ -137,8 +137,8 @@ class PointerArrayGemm(GroupedGemmListKernel):
 
 
 # Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first), alignment. Every tile
-# fits the shared memory of the smallest GPU of its generation. Without alignment, a kernel keeps an address for every
-# element, and only a small tile has enough registers for that.
+# fits the shared memory of the smallest supported GPU. Without alignment, each element needs its own address, and only
+# small tiles have enough registers for that.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)
@@ -171,7 +171,7 @@ def _kernels(
 
 POINTER_ARRAY_KERNELS = (
     *(kernel for dtype, designs in _DESIGNS.items() for design in designs for kernel in _kernels(dtype, *design)),
-    # Activations are offered only by the designs that take any operands.
+    # Only the designs that need no alignment apply an activation.
     *(
         kernel
         for dtype, designs in _DESIGNS.items()

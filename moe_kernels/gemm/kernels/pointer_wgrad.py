@@ -74,7 +74,7 @@ def _wgrad_kernel(
 
 
 class PointerWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`, or adds the product to `out[g]`; one program per tile of out."""
+    """Stores A[start:end].T @ dout[start:end] in `out[g]` or adds it to `out[g]`, with one program per tile of out."""
 
     accumulates = True
 

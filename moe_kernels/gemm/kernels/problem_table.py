@@ -46,7 +46,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # One copy uploads the problems, followed by the tiles in pairs.
+    # One copy uploads the problems and then the tiles, as two int32 in each int64.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -98,12 +98,12 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """Return whether a kernel that needs alignment supports the arguments, assuming that they are aligned."""
+        """Check the further requirements of a kernel that needs alignment. The arguments are aligned."""
 
     def table(
         self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
     ) -> ProblemTable:
-        """Return the arguments' table for this kernel's tiles, or make one."""
+        """Return the table in `args` if it has this kernel's tile shape. Otherwise return a new table."""
         if self._has_table(args):
             return args.table
         return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
@@ -125,7 +125,7 @@ class GroupedGemmListKernel(Kernel):
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
-        """Return the multiplications of the SM with most tiles, including each tile's work before its reduction.
+        """Return the cost of the SM with most tiles: multiplications, and the work before each tile's reduction.
 
         Programs that share an SM overlap the work before a reduction with each other's reductions.
         """

@@ -20,8 +20,8 @@ from ..kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, S
 from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
-_TABLE_ROWS = 128  # tile height of a table that the kernel makes; it reads tables of any height
-_MOST_ROWS = 32  # per group, a bound of `rows_bucket`; with more, a warp-specialised kernel is faster
+_TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
+_MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; above it a warp-specialised kernel is faster
 _READING = 100  # cost of reading a column of a weight, in the unit of `RowTileKernel.estimate`
 _SHORT_REDUCTION = 1024
 
@@ -40,7 +40,7 @@ def _multiply(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the products with BLOCK columns of B and, with GATED, with the same columns of the up half, as float32."""
+    """Return the float32 products of A with BLOCK columns of B and, if GATED, with the same columns of the up half."""
     k = tl.arange(0, BLOCK_K)
     product = tl.zeros((BLOCK_M, BLOCK), tl.float32)  # [BLOCK_M, BLOCK]
     up = product
@@ -62,8 +62,8 @@ def _streaming_kernel(
     a_ptr,
     a_stride,  # [R or T, K], rows contiguous
     row_to_token_ptr,  # [R], or None
-    b_ptr,
-    b_group_stride,  # [G, K, N], contiguous along K
+    b_ptr,  # [G, K, N], contiguous along K
+    b_group_stride,
     b_stride,
     bias_ptr,  # [G, N], or None
     bias_strides,
@@ -77,7 +77,7 @@ def _streaming_kernel(
     G,
     K,
     N,
-    ALIGNED: tl.constexpr,  # divides K and the strides of A and B
+    ALIGNED: tl.constexpr,  # a divisor of K and of the strides of A and B
     EVEN_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
@@ -160,9 +160,9 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         return SUPPORTED
 
     def estimate(self, args: GroupedGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction: reading its columns for each tile of its rows.
+        """Return the cost of one group and one step of the reduction. Each tile of rows reads the weight again.
 
-        Most groups have fewer rows than the average plus twice the deviation.
+        The tiles cover the average number of rows plus twice the deviation, which is enough for most groups.
         """
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape

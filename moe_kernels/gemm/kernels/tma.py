@@ -1,9 +1,9 @@
 """Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
 
 The output is written through ragged descriptors, so a tile that is only partly in a group writes only its own rows.
-With an activation, a tile multiplies the same columns of both halves of B and writes both to `preactivation`. It
-computes the activation from these stored values and the bias, and writes it to `out`. Without an activation, the bias
-is added before the product is rounded.
+With an activation, a tile multiplies A with the same columns of both halves of B and stores both products, rounded, in
+`preactivation`. The kernel then adds the bias to the stored values and writes their activation to `out`. Without an
+activation, the bias is added before the product is rounded.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def _kernel(
 _FLAT = _design((128, 256, 64), 8, 4, flatten=True)
 _GATHER = _design((128, 256, 64), 8, 4, gather=True)
 # Blackwell was not measured. With three stages, the pipeline over all tiles and a bias fit into shared memory.
-# Activations spill.
+# Blackwell gets no activations, because they spill registers.
 _FLAT_BLACKWELL = _design((128, 256, 64), 8, 3, flatten=True)
 _PLAIN, _FUSED = (("column", None), ("row", None)), (("column", "swiglu"),)
 

@@ -86,7 +86,7 @@ def _tma_array_kernel(
 
 
 class TmaArrayGemm(GroupedGemmListKernel):
-    """`out_list[g] = A_list[g] @ B_list[g]`, one launch."""
+    """Computes `out_list[g] = A_list[g] @ B_list[g]` for all g in one launch."""
 
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         if not args.survey.separate:
@@ -115,8 +115,8 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first). Float8 sums take
-# twice the registers.
+# Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first). Float8 has no wider
+# tile, because its sums take twice the registers.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)
@@ -137,7 +137,7 @@ def _kernels(
     for per_sm in choices:
         design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
-        # For Blackwell, Triton 3.6 and 3.7 spill in the smallest tiles.
+        # Blackwell gets no smallest tile, because Triton 3.6 and 3.7 spill registers there.
         max_cc = 90 if tile == (64, 64, 64) else 103
         kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=max_cc), first)
         first = first or kernel

@@ -128,7 +128,7 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# Loading a gathered tile's index before its rows takes two of the stages.
+# The design with a gather has two more stages, because loading a tile's index before its rows takes two.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

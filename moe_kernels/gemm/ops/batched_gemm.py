@@ -20,7 +20,7 @@ def batched_gemm(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [M, N]; [L, M, N] if an operand is batched
-    """Return a @ b for each matrix of a batch. All matrices share an operand without a batch axis. Differentiable in
+    """Return a @ b for each matrix of a batch. An operand without a batch axis serves all matrices. Differentiable in
     `a` and `b`.
 
     Any strides. Accumulates in float32 and rounds once; float32 operands use TF32 only after

@@ -92,7 +92,7 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return the implementation of a product whose kernels also take float8 operands.
+    """Return the implementation to run, like `choose`, for an op with kernels that also take float8 operands.
 
     Raises:
         NotImplementedError: the GPU does not multiply float8, or `choose` raises.

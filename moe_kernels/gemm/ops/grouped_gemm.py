@@ -1,7 +1,7 @@
 """Grouped GEMM over contiguous row ranges, its input gradient and its weight gradient.
 
     grouped_gemm:        out[start:end] = a[start:end] @ b[g]              rows are ragged
-    its input gradient:  the same with b transposed, by strides, not in memory
+    its input gradient:  the same with b transposed, as a view without a copy
     grouped_gemm_wgrad:  out[g] = a[start:end].T @ dout[start:end]         the reduction is ragged
 
 with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.functional.grouped_mm`. The kernels are in
@@ -57,8 +57,8 @@ def grouped_gemm(
     never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
 
     Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
-    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for its
-    GEMMs.
+    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for the
+    GEMMs of backward.
 
     Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
     128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
@@ -70,9 +70,9 @@ def grouped_gemm(
         activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
             after they are rounded to `out_dtype`. Default: none.
         scale_a: scale of each row of float8 values in `a`, or of its blocks of 128 values.
-        scale_b: scales of the columns of float8 values in `b`, or of its blocks of 128 x 128 values. Both operands have
-            blocks, or none. The fastest kernels read scales of `a` stored by columns, and `b` and its scales as
-            transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
+        scale_b: scales of the columns of float8 values in `b`, or of its blocks of 128 x 128 values. Use blocks for
+            both operands, or for neither. The fastest kernels read scales of `a` stored by columns. They read `b` and
+            its scales as transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
             float8 (e4m3) operands float16, bfloat16 and float32.
@@ -173,7 +173,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # one table for GEMM and pass
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # the GEMM and the pass share it
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
@@ -310,7 +310,7 @@ def _product_backward(
     if needs_b:
         db = _wgrad_op(a, dout, offsets, _is_transposed(b))
     if bias is not None and needs_bias:
-        # The sum of each group's rows equals their product with ones.
+        # Summing each group's rows equals a weight gradient with ones in place of `a`.
         ones = dout.new_ones(1, 1).expand(len(dout), 1)
         dbias = _wgrad_op(ones, dout, offsets, False).squeeze(1).to(bias.dtype)
     gradients = (da, db, None, dbias, drow_scale if needs_scale else None)
@@ -326,7 +326,7 @@ def _row_scale_backward_op(
     bias: Tensor | None,
     row_scale: Tensor,
     needs_scale: bool,
-) -> tuple[Tensor, Tensor]:  # gradient before scaling [R, N] in a's dtype, drow_scale [R]; empty if not needed
+) -> tuple[Tensor, Tensor]:  # [R, N] gradient of the unscaled rows in a's dtype; drow_scale [R], empty if not needed
     rows = None
     if needs_scale:
         # The product is recomputed in float32. Otherwise forward would have to save it in addition to the result.
@@ -349,7 +349,7 @@ def _is_transposed(b: Tensor) -> bool:
 def empty_wgrad(
     like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return an unwritten [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
+    """Return an uninitialised [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
     if transposed:
         return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
     return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
@@ -361,7 +361,7 @@ def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumul
 
 
 def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    # The fastest kernels write rows. If `out` is transposed, they compute the transposed product into its transpose.
+    # The fastest kernels write contiguous rows. For a transposed `out`, compute out[g].T = dout.T @ a instead.
     operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
     selection.run(WgradArguments(*operands, offsets=offsets, accumulate=accumulate))
 

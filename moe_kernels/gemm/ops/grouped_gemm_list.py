@@ -78,9 +78,9 @@ def grouped_gemm_list(
 
 @dataclass(frozen=True, eq=False)
 class GroupedProblem:
-    """Products whose table is made once, so that each `run` is one launch. CUDA graphs may capture `run`.
+    """Grouped products with a prepared table of addresses. Each `run` is one launch, which CUDA graphs may capture.
 
-    The table holds addresses: `run` multiplies the current values of `a_list` and `b_list` and overwrites `out_list`.
+    `run` multiplies the current values of `a_list` and `b_list` and overwrites `out_list`.
     """
 
     args: GroupedGemmListArguments

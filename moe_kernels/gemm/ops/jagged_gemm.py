@@ -146,7 +146,7 @@ _LEAST_PART_ROWS = 256
 def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed: bool) -> Tensor:
     """Return a.T @ dout over the rows of the groups, stored as its transpose if `transposed`.
 
-    The sum has many rows but few columns, so the rows are cut into enough parts to keep the GPU busy.
+    The reduction is long and the result has few tiles, so the rows are cut into enough parts to keep the GPU busy.
     """
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]

@@ -1,7 +1,7 @@
-"""The references of the grouped products as registered ops, for tracers.
+"""The reference implementations of the grouped products as registered ops, for tracers.
 
-The references cut rows into groups whose sizes are data. torch.compile, torch.export, fake and meta tensors have no
-data. They see these ops, whose shapes are known. The backward of each op calls these ops again.
+The reference cuts rows at the values of `offsets`. torch.compile, torch.export, fake and meta tensors have no values.
+They trace these ops, whose result shapes do not depend on values. The backward of each op calls these ops again.
 """
 
 from __future__ import annotations

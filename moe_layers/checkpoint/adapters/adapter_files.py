@@ -5,8 +5,8 @@ names contain one `base_layer` for each wrapper that is further out. The wrapper
 innermost. For parameters in 4 bits, which are parametrizations, the first name in the alphabet is innermost. The widths
 of gated experts tell which order a file has.
 
-    orientation "0.19"      lora_A [E r, in], the expert slowest      lora_B [out, r E], the expert fastest
-    orientation "0.18"      lora_A [E r, out]                         lora_B [in, r E]
+    orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
+    orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
 
 PEFT before 0.19 writes orientation "0.18", except for parameters stored [E, in, out]. Files do not name the
 orientation.
@@ -56,7 +56,7 @@ class AdapterReport:
     told_by: str
     used: dict[str, tuple[str, str]]
     others: tuple[str, ...]
-    shapes: dict[str, tuple[int, int, int, int]]  # experts, rank, out, in by parameter
+    shapes: dict[str, tuple[int, int, int, int]]  # parameter -> (experts, rank, out, in)
 
     def __str__(self) -> str:
         lines = [
@@ -107,7 +107,7 @@ class _Pair:
 def read_peft_adapter(
     directory: str | os.PathLike[str], *, orientation: str | None = None, interleaved: bool = False
 ) -> PeftAdapter:
-    """Read the adapters of a model's experts. The factors are views of the file's tensors, which keep every bit.
+    """Read the adapters of a model's experts. The factors keep every bit of the file's tensors.
 
     If gated experts have both parameters adapted, the shapes tell the orientation. Otherwise the version of PEFT in the
     configuration does, if it is 0.19 or later.
@@ -193,7 +193,7 @@ def _parameters(experts: str, config: dict) -> list[str]:
 
 
 def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tensor]) -> list[str]:
-    """Return the adapted parameters in the order of the wrappers."""
+    """Return the adapted parameters in the order of their wrappers, outermost first."""
     usual = parameters[::-1]
     if usual != ["down_proj", "gate_up_proj"]:
         return usual
@@ -242,7 +242,7 @@ def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
 
 
 def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | None:
-    """Return the orientation in which the widths of lora_A and lora_B are those of gated experts, or None."""
+    """Return the orientation that makes these widths of lora_A and lora_B fit gated experts, or None if none does."""
     if up == (down[1], 2 * down[0]):
         return "0.19"
     return "0.18" if up == (2 * down[1], down[0]) else None
@@ -281,8 +281,8 @@ def write_adapter(
     """Write an adapter file. Values keep every bit; adapters of other modules are copied.
 
     Args:
-        layout: "peft"; "vllm_3d", the same tensors with both parameters adapted, for models whose experts vLLM reads as
-            three axes; or "per_expert", for its other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] and so on.
+        layout: "peft". "vllm_3d": the same tensors, for models whose experts vLLM reads as three axes; both parameters
+            must be adapted. "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc.
         orientation: the orientation in which layout "peft" is written.
         interleaved: write the rows of the up parameter as gate 0, up 0, gate 1, ...
 
@@ -367,6 +367,6 @@ def _per_expert_config(adapter: PeftAdapter) -> dict:
     modules = config.get("target_modules") or []
     if not isinstance(modules, str):
         modules = [*modules, *(name for name in own if name not in modules)]
-    elif modules.lower() != "all-linear":  # an expression that PEFT matches with whole names
+    elif modules.lower() != "all-linear":  # a regular expression for whole names
         modules = rf"(?:{modules})|.*\.(?:{'|'.join(own)})"
     return {**config, "target_parameters": parameters or None, "target_modules": modules}

@@ -169,7 +169,7 @@ def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
 
 
 def _by_stored_name(adapters: dict[str, _LinearAdapter], stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
-    """Rename the weights of adapters: give their stacks of layers the names on disk."""
+    """Rename the adapted weights: replace the name of each stack of layers by the stack's name on disk."""
     found: dict[str, _LinearAdapter] = {}
     for key, adapter in adapters.items():
         name = key.removeprefix(ROOT)

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 Number = TypeVar("Number", int, float)
 
-# Settings with which the factors in PEFT's files have another meaning, or are incomplete.
+# Settings that change the meaning of lora_A and lora_B in PEFT's files, or that need further tensors.
 _VARIANTS = (
     "use_dora",
     "use_qalora",
@@ -42,12 +42,12 @@ def check_mergeable(config: dict) -> None:
 
 
 def targets(name: str, config: dict) -> bool:
-    """Return whether target_parameters names a parameter: in full, or by the end of its name, as PEFT reads it."""
+    """Return whether `target_parameters` contains the parameter's full name or, as PEFT allows, its last parts."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
 def targets_below(module: str, config: dict) -> set[str]:
-    """Return the parameters that `target_parameters` names with the name of their module."""
+    """Return the parameters of `module` that `target_parameters` names together with the module."""
     named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
 

@@ -63,7 +63,7 @@ _SHARED_KEYS = (
     (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
     (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
 )
-# Tensors below these names belong to a block that has no name of its own: its prefix is that of the layer.
+# If a block and its layer have the same prefix, only tensors with these first words belong to the block.
 _OWN_NAMES = ("experts.", "router.", "gate.", "shared_experts.")
 _EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
 
@@ -88,12 +88,12 @@ class Block:
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def tensors(self, experts: range) -> list[str]:
-        """Return the full names of the tensors on disk, without those of a single expert outside `experts`."""
+        """Return the full names of the tensors on disk. Leave out tensors that hold one expert outside `experts`."""
         matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
     def expert_tensors(self) -> set[str]:
-        """Return the names below the block of experts' weights, whether a weight holds one expert or all."""
+        """Return the names of the experts' weights, relative to the block. A weight may hold one expert or all."""
         stacked = {key.name for layout in LAYOUTS for key in layout.keys if key.name.startswith("experts.")}
         return {name for name in self.weights if name in stacked or _EXPERT_NUMBER.match(name)}
 
@@ -103,7 +103,7 @@ class Block:
 
 
 def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
-    """Return the key tables that a shared expert may have, with names below the block."""
+    """Return the tuples of keys that a shared expert may have. Names of keys are relative to the block."""
     return [
         tuple(Key(at + key.name, key.parts) for key in keys)
         for at in _SHARED_AT

@@ -54,7 +54,7 @@ class TensorInfo(NamedTuple):
 
 class _Entry(NamedTuple):
     shape: tuple[int, ...]
-    dtype: str  # its name in the file
+    dtype: str  # name of the dtype in the file
     first_byte: int  # offset in the file
 
 
@@ -139,7 +139,7 @@ class CheckpointFiles:
         if file_name not in self._headers:
             path = self.directory / file_name
             try:
-                with safe_open(path, framework="pt"):  # checks the header
+                with safe_open(path, framework="pt"):  # safe_open checks the header
                     pass
             except SafetensorError as error:
                 raise ValueError(f"checkpoint: {path} is damaged or truncated: {error}") from error

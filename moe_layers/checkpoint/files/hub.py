@@ -32,7 +32,7 @@ class HubModel:
 
     @classmethod
     def named(cls, directory: str | os.PathLike[str]) -> HubModel | None:
-        """Return the model if the argument is a name of the hub and not an existing path, else None."""
+        """Return the model if the argument has the form "org/model" and is not an existing path, else None."""
         is_name = isinstance(directory, str) and _NAME.fullmatch(directory) and not os.path.exists(directory)
         return cls(str(directory)) if is_name else None
 

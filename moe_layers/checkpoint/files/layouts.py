@@ -1,8 +1,8 @@
 """Layouts of the experts' tensors in published checkpoints: one key table per layout.
 
 A key names a tensor below the block and defines how one expert's matrix in it maps to rows of our parameters.
-`disk_parts` and `parameter_parts` return views, which have the same shape for the same key. One `copy_` therefore reads
-a matrix bit by bit, or writes it in the opposite direction.
+For the same key, `disk_parts` and `parameter_parts` return views of equal shape. So one `copy_` reads a matrix without
+changing a bit. In the opposite direction, `copy_` writes the matrix.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Key:
         return self.name.replace("{e}", str(expert))
 
     def names(self, num_experts: int) -> Iterator[tuple[int | None, str]]:
-        """Yield the number of the expert, None for a tensor of all experts, and the name of each tensor."""
+        """Yield (expert's number, name) of each tensor. The number is None for a tensor of all experts."""
         for number in range(num_experts) if self.per_expert else (None,):
             yield number, self.name_of(number)
 
@@ -107,7 +107,7 @@ class Key:
         return tensor if rows is None else self.without_experts(tensor[rows])
 
     def without_experts(self, rows: Tensor) -> Tensor:
-        """Return the matrix of one expert from its rows of a tensor."""
+        """Return one expert's matrix from the part of a tensor that `rows_of_expert` selects."""
         return rows if self.per_expert or self.flat else rows[0]
 
     def disk_parts(
@@ -144,7 +144,7 @@ class Layout:
         name: the name that `save_checkpoint` and `convert` take.
         family: letter in the table of `docs/guides/load_a_checkpoint.md`.
         gated: experts have a gate projection. A name has up to two layouts, one gated and one plain.
-        encoding: "mxfp4" if matrices of this layout exist only in that form, else "".
+        encoding: "mxfp4" if matrices of this layout exist only in MXFP4, else "".
     """
 
     name: str

@@ -31,11 +31,11 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
 
 def without_quantization(values: dict) -> dict:
     """Return the configuration of the dequantised model, including the parts of a composite model."""
-    return _without(values, ("quantization_config", "expert_dtype"))  # the latter is DeepSeek-V4's
+    return _without(values, ("quantization_config", "expert_dtype"))  # DeepSeek-V4 sets expert_dtype
 
 
 def with_quantization(values: dict, format: WeightFormat, dtype: torch.dtype) -> dict:
-    """Return the configuration of a model whose experts are in a format, and whose other parameters have a dtype."""
+    """Return the configuration of a model with experts in `format` and all other parameters in `dtype`."""
     kept = _without(without_quantization(values), ("dtype", "torch_dtype"))
     quantization: dict = {"quant_method": format.name}
     if format.name == "fp8":

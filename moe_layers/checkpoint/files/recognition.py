@@ -9,14 +9,14 @@ from .blocks import Block, find_blocks, matching_layouts
 from .directory import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Common words in front of a layer's number. Other words name parts of a model that number their own layers.
+# Words before a layer's number that name no part of the model. Other words name a part with its own layer numbers.
 _COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
 _COMMON |= {"layers", "layer", "blocks", "block", "h"}
-_FIRST = {"thinker", "encoder"}  # the parts whose layers a number alone refers to
+_FIRST = {"thinker", "encoder"}  # parts of a model whose layers may be selected by number alone
 
 
 def is_main(block: Block) -> bool:
-    """Return whether a block belongs to the language model or to the encoder, which the configuration describes."""
+    """Return whether a block belongs to the part that the configuration describes: language model or encoder."""
     return _part(block.prefix) <= _FIRST
 
 
@@ -46,8 +46,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
 def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
-    transformers renames some parts of the names on disk. The block may therefore have another name in the same layer.
-    Otherwise it has the same number in a stack of layers whose name differs only in common words.
+    transformers renames parts of the names on disk. So the block may have another name in the same layer. Otherwise
+    it has the same layer number, in a stack of layers whose name differs only in words of `_COMMON`.
 
     Raises:
         ValueError: there is no such block, or more than one.
@@ -114,7 +114,7 @@ def choose_layout(
 
 
 def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]:
-    """Return the layouts with the names of the block's tensors; with a record, only the recorded layout."""
+    """Return the layouts whose names the block's tensors have. If a layout is recorded, return only this one."""
     candidates = matching_layouts(block, gated=gated)
     if recorded is None or not candidates:
         return candidates

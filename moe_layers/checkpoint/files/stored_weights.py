@@ -63,7 +63,7 @@ Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may not exist.
+    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may be missing.
 
     A "float8" weight with int8 numbers is packed float4. `describe` recognises it.
     """
@@ -117,7 +117,7 @@ def describe(
 def describe_all(
     files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
 ) -> dict[str, Stored]:
-    """Describe the weights, given by any keys as full name and group. Raise ValueError if one cannot be read."""
+    """Describe `weights`, which map any key to (full name, group). Raise ValueError if one cannot be read."""
     problems: list[str] = []
     described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
     if problems:

@@ -15,8 +15,8 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 
 
 class ShardWriter:
-    """Collects tensors in order, and writes a shard when the next tensor would not fit. A tensor above the size gets
-    its own shard.
+    """Collects tensors in order, and writes a shard when the next tensor would not fit. A tensor above
+    `max_shard_bytes` gets its own shard.
 
     Until `finish`, the files have temporary names, so an interrupted run leaves no partial checkpoint to load.
 
@@ -39,7 +39,7 @@ class ShardWriter:
         self._written: set[str] = set()
 
     def make_room(self, num_bytes: int) -> None:
-        """Write the held tensors if `num_bytes` more would exceed the shard. Call it before allocating a tensor."""
+        """Write the held tensors if `num_bytes` more would exceed the shard. Call this before allocating a tensor."""
         if self._held and self._held_bytes + num_bytes > self.max_shard_bytes:
             self._write_shard()
 

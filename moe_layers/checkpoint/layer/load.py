@@ -25,7 +25,7 @@ from .kept import WEIGHTS, fill_stored, keep_stored_weights
 from .plan import CheckpointSource, Fill, Plan, Planner
 from .report import LoadedTensor, LoadReport
 
-if TYPE_CHECKING:  # importing torch.distributed.tensor takes half as long as importing torch
+if TYPE_CHECKING:  # at run time, this import would take half as long as importing torch
     from ...parallel.expert_parallel import ExpertParallel
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -51,7 +51,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
         shape, dtype = tuple(state[name].shape), state[name].dtype
         if stored[name].shape != shape:
             problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
-        # Other dtypes may need scales, which such a file does not contain.
+        # Dtypes of `_DTYPES` may differ. Any other dtype must match, because the file has no scales to convert with.
         allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
         if stored[name].dtype not in allowed:
             problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
@@ -63,7 +63,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_layer(
-    layer_class: Any,  # MoEFeedForward, which imports this package
+    layer_class: Any,  # Any, because the module of MoEFeedForward imports this package
     directory: str | os.PathLike[str],
     layer: int | str = 0,
     *,
@@ -208,7 +208,7 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
-    """Read an expert's matrix directly into its parameter if both have the same bytes. Return whether they have."""
+    """Read an expert's matrix directly into a CPU parameter if both have the same bytes. Return whether it was read."""
     assert fill.key is not None
     target = fill.key.parameter_parts(share, gated)
     same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order

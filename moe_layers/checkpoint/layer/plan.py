@@ -1,6 +1,6 @@
 """Plans a load: matches every tensor of a block with a parameter before any tensor is read.
 
-The layer keeps the names of its tensors as a `CheckpointSource`, to be written back under them.
+The layer keeps the names of its tensors in a `CheckpointSource`, because saving uses the same names.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Fill:
 
 @dataclass
 class Plan:
-    """All weights that will be read.
+    """The weights to read for a layer.
 
     Attributes:
-        others: tensors of experts that will not be loaded.
+        others: names of experts' tensors to skip.
     """
 
     layout: Layout
@@ -58,7 +58,7 @@ class CheckpointSource:
         layout: name of the experts' layout.
         names: full tensor names of the router and other single parameters, by parameter.
         shapes: shapes of these tensors on disk; some biases are [1, E] there.
-        shared: key table of the shared expert, with full names.
+        shared: keys of the shared expert's tensors, with full names.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
 
@@ -158,7 +158,7 @@ class Planner:
                 self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
 
     def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
-        """Return the expected shape. transformers adds unused rows for zero experts to some tensors."""
+        """Return a tensor's expected shape, including the unused rows that transformers may add for zero experts."""
         with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
         stored = self._stacked(name) if name in self.block.weights else None
         return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
@@ -245,7 +245,7 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return the problem of float8 experts whose scales are ambiguous: see `Key.has_ambiguous_scales`."""
+    """Return an error text if float8 scales are ambiguous, else None. See `Key.has_ambiguous_scales`."""
     if stored.encoding != "float8" or not key.has_ambiguous_scales(stored.shape, stored.block):
         return None
     return (

@@ -43,8 +43,8 @@ class LoadReport:
         layout: name of the experts' layout; `family` is its letter.
         tensors: each weight that was read, used exactly once.
         other_experts: unread tensors of experts that were not requested, and of zero experts.
-        parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. Kept weights
-            count as one parameter of the dequantised shape.
+        parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. A weight that
+            stays quantised counts as one parameter of the dequantised shape.
         kept_format: the format of expert weights that keep their stored bytes; "" if weights were dequantised or plain.
     """
 

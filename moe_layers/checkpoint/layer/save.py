@@ -30,16 +30,16 @@ def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def save_layer(
-    module: Any,  # MoEFeedForward, which imports this package
+    module: Any,  # Any, because the module of MoEFeedForward imports this package
     directory: str | os.PathLike[str],
     layout: str | None,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
-    Names and configuration are those of the model from which the layer was read. Another layer gets this package's
-    names, and `config.to_dict()` as its configuration. Noise and an assignment are not saved. Experts in block FP8 or
-    MXFP4 are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
+    Names and configuration are those of the model from which the layer was read. A layer without such a model gets this
+    package's names, and `config.to_dict()` as its configuration. Its `noise` and `assignment` are not saved. Experts in
+    block FP8 or MXFP4 are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
@@ -75,7 +75,7 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
     """Return the layout with this name. By default, it is the source's layout if possible, else "per_expert".
 
     Args:
-        kept: a weight of the experts, if weights are written in their stored form.
+        kept: a quantised weight of the experts, or None if the experts are not quantised.
 
     Raises:
         ValueError: the layout is unknown, or has no tensors for these experts.
@@ -166,7 +166,7 @@ def _experts(
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
-        del weight  # before the next one is read
+        del weight  # free this weight before the next one is read
 
 
 @torch.no_grad()

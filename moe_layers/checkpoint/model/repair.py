@@ -1,7 +1,7 @@
 """Repairs checkpoints of transformers' Trainer from which the Trainer would resume without the experts.
 
 transformers 5 saves the experts of most models under the names of the published files, one matrix per expert. When the
-Trainer resumes, it passes these tensors to `load_state_dict(..., strict=False)`, whose module has one tensor for all
+Trainer resumes, it passes these tensors to `load_state_dict(..., strict=False)` of a model with one tensor for all
 experts. The names do not match, so the experts keep the values that they had before. `load_best_model_at_end` has the
 same fault. `repair` writes the weights under the names of the modules. `from_pretrained` reads these files as well.
 """
@@ -26,8 +26,8 @@ from ..files.stored_weights import dtype_name
 
 __all__ = ["RepairReport", "repair"]
 
-_PARTIAL = "repair.partial"  # holds the new files until they are complete
-_MANIFEST = "files.json"  # lists the new files; written when they are complete
+_PARTIAL = "repair.partial"  # subdirectory for the new files until they are complete
+_MANIFEST = "files.json"  # list of the new files, written when they are complete
 _DONE = "done.json"  # the manifest's name when all new files are in place
 _BACKUP = ".backup"
 
@@ -48,8 +48,8 @@ def repair(directory: str | os.PathLike[str]) -> RepairReport:
     """Rename the weights of a checkpoint to the names that the Trainer reads on `resume_from_checkpoint`.
 
     transformers itself loads and writes the model, in host memory. The old files keep a backup name until the new ones
-    are complete and in place. After an interruption, the next call restores them and starts again. Other files of the
-    directory, such as the optimizer's state, do not change.
+    are complete and in place. After an interruption, the next call restores the old files and starts again. Other files
+    of the directory, such as the optimizer's state, do not change.
 
     Raises:
         ValueError: transformers is not installed or does not know the model, the model is quantised, tensors are
@@ -74,7 +74,7 @@ def repair(directory: str | os.PathLike[str]) -> RepairReport:
 
 
 def _undo_interrupted(directory: Path) -> None:
-    """Restore the old files if a repair was interrupted. Remove them if it was complete."""
+    """Restore the old files if a repair was interrupted. Remove the old files if the repair was complete."""
     partial, backups = directory / _PARTIAL, sorted(directory.glob(f"model*{_BACKUP}"))
     if (partial / _DONE).is_file():
         for path in backups:

@@ -153,7 +153,7 @@ def _misfits(
 def _narrow(
     fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: ModelConfig
 ) -> list[tuple[Layout, Sizes]]:
-    """Drop the layouts that the record or a known architecture rules out."""
+    """Drop the layouts that the recorded layout or a known architecture rules out."""
     if recorded is not None:
         return [(layout, sizes) for layout, sizes in fitting if layout.name == recorded]
     if config.model_type not in ARCHITECTURES or len(fitting) < 2:

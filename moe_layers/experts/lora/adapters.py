@@ -1,10 +1,10 @@
 """Low-rank adapters (LoRA) of the experts: settings, parameters, and the functions behind the layer's methods.
 
-With the adapters n of a projection, each expert computes with
+Each expert adds the adapters n of a projection to its weight w, and computes with
 
     w + sum over n of scale_n * b_n @ a_n          a_n [r, in], b_n [out, r]
 
-The experts' op adds the products of low rank to those of the weights. No tensor of the weights' size is made.
+The experts' op adds the low-rank products to the products with w. No tensor of the weights' size is made.
 The state dict names the factors `experts.lora.<name>.up_a`, `up_b`, `down_a` and `down_b`.
 
 Source: https://arxiv.org/abs/2106.09685.
@@ -35,7 +35,7 @@ class LoRA:
     Args:
         rank: the rank r for each target and expert.
         alpha: the product of the factors is scaled by alpha / rank.
-        targets: projections with an adapter: "up" (gate and up rows together) and "down", the default.
+        targets: projections with an adapter: "up" (gate and up rows together), "down", or by default both.
         dropout: probability with which an element of the adapter's input is zeroed in training. If it is not 0,
             training computes the experts with several ops, which costs time and memory. Evaluation stays fused.
         rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
@@ -130,7 +130,7 @@ class ActiveAdapter(NamedTuple):
 
 
 def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | None) -> list[ActiveAdapter]:
-    """Return the adapters that the forward computes."""
+    """Return the factors and the current dropout of each active adapter."""
     found = []
     for name, adapter in () if lora is None else lora.items():
         if adapter.is_active:
@@ -154,7 +154,7 @@ def any_dropout(adapters: Sequence[ActiveAdapter]) -> bool:
 
 
 def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
-    """Return one adapter that equals the sum of these. It concatenates the ranks and multiplies scales into `b`."""
+    """Return the sum of `adapters` as one adapter: concatenate factors along the rank, and multiply b by scale."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     up, down = ([pair for part in adapters if (pair := scaled_factors(part, target))] for target in TARGETS)
@@ -162,7 +162,7 @@ def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
 
 
 def scaled_factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] | None:
-    """Return a and scale * b of a projection, or None without them."""
+    """Return a and scale * b of a projection, or None if the adapter has no factors for it."""
     a, b = getattr(adapter, f"{projection}_a"), getattr(adapter, f"{projection}_b")
     return None if a is None else (a, b * adapter.scale)
 
@@ -188,13 +188,13 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     Args:
         name: key of the adapter, in the state dict `experts.lora.<name>`.
         dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
-            are often too small for 16 bits. The op rounds factors to the weights' dtype. None means that dtype.
+            are often too small for 16 bits. The op rounds factors to the weights' dtype. None uses the weights' dtype.
 
     Raises:
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
     """
     check_kind("add_lora", "lora", lora, LoRA)
-    experts: Any = layer.experts  # `GroupedExperts`, whose class imports this module
+    experts: Any = layer.experts  # Any, because the module of `GroupedExperts` imports this module
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
     taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged adapters
@@ -208,7 +208,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # a slow import
 
         for key, factor in list(adapter.named_parameters()):
-            # All ranks draw the factors of all experts and keep their own. Shared factors are the first rank's.
+            # Each rank draws the factors of all experts, and keeps its part. The first rank sends the shared factors.
             placement, source = (Replicate(), 0) if adapter.is_shared(key) else (Shard(0), None)
             sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=source)
             setattr(adapter, key, nn.Parameter(sharded))

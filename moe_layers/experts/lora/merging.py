@@ -42,7 +42,7 @@ def merge_lora(
     requantize: bool = False,
     least_kept: float = 0.5,
 ) -> dict[str, float]:
-    """Add adapters to the experts' weights, and remove them.
+    """Add adapters to the experts' weights, and remove the adapters.
 
     The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then takes the
     time and memory of a layer without adapters, and `save_checkpoint` accepts it. Without `requantize`, all quantised
@@ -136,7 +136,7 @@ def _merged_quantized(
 
 
 def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
-    """Return the state that `unmerge_lora` restores: it undoes this merge and earlier ones."""
+    """Return the state before this merge and earlier merges, which `unmerge_lora` restores."""
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:
@@ -191,7 +191,7 @@ def _local_weight(experts: Any, projection: str) -> Tensor:
 
 
 def add_adapters(weight: Tensor, adapters: ExpertAdapters, projection: str) -> None:
-    """Add scale * b @ a to a weight, rounded once, one expert at a time, because the sum has a wider dtype."""
+    """Add scale * b @ a to a weight, and round once. Only one expert's sum in the wider dtype exists at a time."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     pair = getattr(adapters, f"{projection}_a"), getattr(adapters, f"{projection}_b")
     a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in pair)

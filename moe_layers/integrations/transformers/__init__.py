@@ -1,4 +1,4 @@
-"""Run the experts of Hugging Face models: `from moe_layers.integrations.transformers import disable, enable`."""
+"""Computes the experts of Hugging Face models with `moe_kernels`. `enable` and `disable` are the main functions."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ __all__ = [
     "shard_experts",
 ]
 
-# Imported on first use, because they import transformers' Trainer or quantisers, or torch.distributed.tensor.
+# Modules to import on first use, because they import transformers' Trainer, quantisers or torch.distributed.tensor.
 _ON_FIRST_USE = {
     "RoutingCallback": "routers.trainer_callback",
     "ShardReport": "sharding.shard_model",

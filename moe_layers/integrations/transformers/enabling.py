@@ -1,7 +1,7 @@
 """Hugging Face transformers: run a model's MoE blocks with this package's experts.
 
 Importing this package registers `experts_implementation="moe_layers"` with transformers. `enable` checks a model, sets
-this choice, and also serves blocks without an experts interface:
+this implementation, and also replaces the forwards of blocks without an experts interface:
 
     from moe_layers.integrations.transformers import disable, enable
 
@@ -52,7 +52,7 @@ from .routers.attached import release_routers
 __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
-STATE = "_moe_layers_state"  # attribute of an enabled model
+STATE = "_moe_layers_state"  # attribute of an enabled model: its _State
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -72,8 +72,8 @@ class EnableReport:
         blocks: number of MoE blocks.
         kinds: number of blocks of each (class, activation, path). A path is "experts interface" or "replaced forward".
         adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
-        quantized: bytes of the experts' weights that keep their stored form, by format.
-        adapted_by_wrapper: names of parameters or experts whose adapters PEFT adds to the parameters, with the reason.
+        quantized: bytes of the experts' weights that stay quantised, by format.
+        adapted_by_wrapper: names of parameters or experts whose adapters PEFT's wrappers compute, with the reasons.
     """
 
     blocks: int
@@ -104,7 +104,7 @@ class _State:
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
     hooks: list[RemovableHandle]  # hooks on modules that hold experts
-    models: list[nn.Module]  # may hold configurations of PEFT
+    models: list[nn.Module]  # transformers models, which may have `peft_config`
     adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked
 
     def check_targets(self) -> None:
@@ -177,7 +177,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         for place in places:
             replace_forwards(place)
         for config in configs:
-            # The public setters also change the configurations of parts without experts.
+            # Set the private attribute: the public setters also change the configurations of parts without experts.
             config._experts_implementation_internal = NAME
         state.check_targets()
     except BaseException:  # also Ctrl-C
@@ -196,15 +196,14 @@ def _check_new_targets(holder: nn.Module) -> None:
 def _check_targets(holder: nn.Module, *_: object) -> None:
     """Check adapters that were added after `enable`. The hook runs before the forward of the first block.
 
-    The hook holds no reference to the model, because a copy of the block would then copy the model.
+    The hook holds no reference to the model: otherwise a copy of the block would copy the model.
     """
     _check_new_targets(holder)
 
 
 @torch.no_grad()
 def _in_precision(part: Found, precision: str) -> Found:
-    """Return the experts with their specs set to `precision`. Raise ValueError if experts cannot be computed with
-    it."""
+    """Return the experts with `precision` in their spec. Raise ValueError if they do not support the precision."""
     if any(hasattr(parameter, "ds_id") for parameter in part.experts.parameters()):
         raise ValueError(
             f"enable: precision={precision!r} needs whole weights, got {part.name} of DeepSpeed's ZeRO-3; call enable "
@@ -277,13 +276,13 @@ def _restore(model: nn.Module, state: _State) -> None:
     for experts in state.experts:
         for attribute in (ATTRIBUTE, FORMS, TOLD):
             vars(experts).pop(attribute, None)
-    # Wrappers, such as those of torch.compile or peft, expose the state of the inner model as their own.
+    # Search for the holder, because wrappers of torch.compile or peft also expose the state of the inner model.
     holder = next(module for module in model.modules() if vars(module).get(STATE) is state)
     delattr(holder, STATE)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """Return the model inside PEFT's wrappers. It remains when adapters are unloaded."""
+    """Return the model inside PEFT's wrappers. This model remains when adapters are unloaded."""
     return next(module for module in model.modules() if not type(module).__module__.startswith("peft."))
 
 

@@ -2,7 +2,7 @@
 error of the final rounding.
 
 A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
-last places of float32 and takes longer. These functions use the hardware's exp2 and reciprocal alone, with a relative
+last places of float32 and takes longer. These functions use only the hardware's exp2 and reciprocal, with a relative
 error of 2**-22 each. NaN stays NaN.
 """
 
@@ -158,7 +158,7 @@ FORWARD = {name: functions.forward for name, functions in ACTIVATIONS.items()} |
     "gpt_oss": gpt_oss,
 }
 
-# Gated activations whose gradient a consumer computes while its products run.
+# Gradients of gated activations. A consumer computes them while the tensor cores multiply the next tile.
 BACKWARD = {
     "swiglu": swiglu_backward,
     "geglu_tanh": geglu_tanh_backward,

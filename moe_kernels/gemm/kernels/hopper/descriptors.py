@@ -57,12 +57,12 @@ def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Describe [R, C] of 16-bit elements; with `split` 2, [R, 2, C / 2], so that no block reaches into both halves."""
+    """Describe a 16-bit tensor as [R, C], or with `split` 2 as [R, 2, C / 2], so that no block crosses the halves."""
     return descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
 
 
 def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
-    """Return a kernel's five arguments for rows of A: a descriptor, or all that a gather reads."""
+    """Return a kernel's five arguments for A: a descriptor or, with `row_to_token`, the four operands of a gather."""
     if row_to_token is None:
         return plain_descriptor(a, *block), None, None, None, None
     return None, a, a.stride(0), row_to_token, a.shape[1]

@@ -1,12 +1,12 @@
-"""A finished tile of the grouped GEMM: its bias, its activation, and how it is written, one part at a time.
+"""Writes a finished tile of the grouped GEMM, one part at a time, with its bias and its activation.
 
 The tile stays in registers as a left and a right half in the dtype of the result. The activation is computed from the
 bias and these rounded values, because backward reads the same values. Without an activation, the bias is added before
 the values are rounded.
 
 An activation is computed in several pieces, each during one reduction step, so that the tensor cores do not wait for
-it. The halves are kept as pairs of columns. Otherwise the compiler unpacks them, or computes the activation, before the
-next tile's first step, and runs out of registers.
+it. The halves stay packed, two columns in a 32-bit value. Otherwise the compiler unpacks the halves, or computes the
+activation, before the next tile's first step, and runs out of registers.
 """
 
 from triton.experimental import gluon
@@ -93,12 +93,12 @@ def _activated_pairs(
     up_pairs,
     bias,
     group,
-    first,  # column of the activation
+    first,  # first column of the pairs in the activation
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Compute 16 pairs of columns at a time. With a bias, compute 8 pairs, because registers have no room for more."""
+    """Return the activation. Compute 16 pairs of columns at a time, or 8 with a bias, which also takes registers."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -136,7 +136,7 @@ def _write_activated(
     pairs,
     up_pairs,
     at,  # Finished
-    first,  # column of the activation
+    first,  # first column of all pieces in the activation
     bias,
     desc,
     buffer,
@@ -145,8 +145,8 @@ def _write_activated(
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Write one piece to the staging buffer. The write makes the compiler compute the piece here. After the last piece,
-    send the whole buffer."""
+    """Write one piece of the activation to the staging buffer. The write makes the compiler compute the piece here.
+    After the last piece, copy the whole buffer to global memory."""
     gate = piece_of(pairs, PIECE, PIECES)
     up = piece_of(up_pairs, PIECE, PIECES)
     column = first + PIECE * (2 * gate.shape[1])
@@ -230,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate unchanged. This activation serves for the tail, whose rows become zeros."""
+    """Return the gate unchanged. It replaces the activation for rows of the tail, which become zeros."""
     return gate

@@ -1,10 +1,10 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
 The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
-Some of the next tile's first reduction steps each compute one piece of the finished tile's columns. The steps between
-two pieces give the tensor cores enough work for the time of a piece. A consumer has two buffers for pieces of H. It
-overwrites a piece there with dH and sends it. The last step before the next piece starts to load the piece after the
-next. The first two pieces of a tile are loaded before the tile is finished.
+Among the next tile's first reduction steps, every SPACING-th one also computes a piece of the finished tile's columns.
+The steps in between give the tensor cores work for that time. A consumer has two buffers for pieces of H, the
+preactivation. It overwrites a piece of H with dH and stores dH. The last step before a piece starts to load the piece
+after it. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ from .tiles import Tiles, tile_at
 
 @aggregate
 class Staged:
-    """A consumer's two pieces of a tile in shared memory."""
+    """A consumer's buffers in shared memory for two pieces of a tile."""
 
     gate: gl.shared_memory_descriptor  # gate columns of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
     up: gl.shared_memory_descriptor
@@ -45,7 +45,7 @@ def _make_staged(h_desc, weighted_desc):
 
 @gluon.jit
 def _fetch(staged, h_desc, row, end, column_tile, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Start the copies of a piece of H, once the earlier contents of its buffers are sent."""
+    """Start to load a piece of H into shared memory. First wait until earlier stores have read the buffers."""
     N: gl.constexpr = h_desc.block_type.shape[4]
     column = (column_tile * PIECES + PIECE) * N
     arrived = staged.arrived.index(PIECE % 2)
@@ -70,7 +70,7 @@ def _differentiate(
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Compute a piece of dH and of the weighted activation and start to send both. Return `sums` plus the
+    """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus the
     row sums of the piece.
 
     For rows past the group's end H is zero and the product is arbitrary. These rows are not written.
@@ -83,8 +83,8 @@ def _differentiate(
     gate_buffer = staged.gate.index(PIECE % 2)
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
-    # Each buffer serves two pieces of a tile. The wait also keeps the compiler from moving the following code between
-    # the products, which would then wait for that code.
+    # The phase is PIECE // 2, because each buffer serves two pieces of a tile. The wait also keeps the compiler from
+    # moving the following code between the products, which would then wait for that code.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
@@ -129,7 +129,7 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
-    kept = packed(total.to(dtype))  # belongs to the finished tile, like the variables `last_...`
+    kept = packed(total.to(dtype))  # product of the finished tile, which the variables `last_...` describe
     # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
@@ -186,7 +186,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
 def activation_gradient_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
+    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

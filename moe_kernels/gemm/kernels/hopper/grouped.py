@@ -31,7 +31,7 @@ if OBSTACLE is None:
     from .grouped_device import grouped_gemm_kernel
 
 
-_MOST_WALKED = 32  # groups: the number of lanes in `hopper/tiles.py`
+_MOST_WALKED = 32  # maximum number of groups, one per lane: see `hopper/tiles.py`
 _PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
 
 
@@ -54,7 +54,7 @@ def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
 
     The last column tiles of a band follow one another, and every num_programs-th tile goes to the same program. With
     most heights some programs get many last column tiles and others none. Programs with many run ahead, and the L2
-    cache drops the data that they share with the others. Bands begin equally often at every program whose number is a
+    cache drops data before the other programs read it. Bands begin equally often at every program whose number is a
     multiple of `step`. So if the height is a multiple of `step`, every program gets equally many last column tiles.
     """
 
@@ -113,7 +113,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
         num_column_tiles, programs = cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
         band = design.group_tiles
-        if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the kernel halves the last tile
+        if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the last column tile has half width
             band = band_height(band, num_column_tiles, programs)
         return Launch(
             grouped_gemm_kernel,
@@ -130,7 +130,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 num_column_tiles,
-                # A finished tile is written in parts, during the first steps of the next tile.
+                # At least one step for each part of a finished tile, because the next tile's steps write the parts.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             _options(self, args.zero_tail, num_groups, extra_steps, band),

@@ -36,7 +36,7 @@ def _reduce_tile(
     BLOCK_K: gl.constexpr,
 ):
     """Return (sum over a tile's steps, number of the next step). The sum includes the bias unless an activation
-    follows. The finished tile is written during the first steps."""
+    follows. The first steps also write the previous tile."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -91,8 +91,8 @@ def _consume(
         left, right = packed(left), packed(right)
     # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
-    # A program that ends a tile early no longer reads data at the same time as the programs that share the data. With a
-    # long reduction, the L2 cache drops the data in between, which costs more than the early end saves.
+    # In a long reduction, a warpgroup without rows multiplies, too. If it skipped the tile, its program would run ahead
+    # of programs that share its data. The L2 cache would drop data in between, which costs more than skipping saves.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
@@ -143,7 +143,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
+    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
@@ -153,7 +153,7 @@ def grouped_gemm_kernel(
     extra_a_stride,
     extra_depth,  # r
     extra_b_desc,  # like b_desc, with r instead of K
-    bias_ptr,  # [G, N], or None; with an activation, the activation's bias
+    bias_ptr,  # [G, N], or None; added before the activation, if any
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else None
@@ -166,7 +166,7 @@ def grouped_gemm_kernel(
     num_steps,  # steps of the reduction, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G; None if a table is given
     ZERO_TAIL: gl.constexpr,
-    EXTRA_STEPS: gl.constexpr,  # number of last steps, which read the second pair of operands
+    EXTRA_STEPS: gl.constexpr,  # number of steps at the end that read the second pair of operands
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
@@ -197,7 +197,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # its blocks have no axis for the halves
+    staged = out_desc if activated_desc is None else activated_desc  # blocks have no axis for the halves
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

@@ -55,7 +55,7 @@ class Scales:
 
 @gluon.jit
 def _rows_of_a(row_to_token_ptr, row, end, r):
-    """Return the rows of A of a tile. Rows past the group repeat its last row; their results are not written."""
+    """Return a tile's row indices in A. Rows past the group repeat its last row; their results are not written."""
     rows = gl.minimum(row + r, max(end - 1, 0))
     if row_to_token_ptr is None:
         return rows
@@ -67,8 +67,8 @@ def _rows_of_a(row_to_token_ptr, row, end, r):
 def _produce(
     tiles,
     ring,
-    a_desc,  # None if gathered
-    a_ptr,  # None unless gathered, like the next three
+    a_desc,  # None if the rows of A are gathered
+    a_ptr,  # None unless the rows of A are gathered, like the next three
     a_stride,
     row_to_token_ptr,
     depth,
@@ -109,7 +109,7 @@ def _produce(
 
 @gluon.jit
 def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start the 128 products of this warpgroup's rows with 128 columns. The old value of `partial` is not read."""
+    """Start to multiply this warpgroup's rows by 128 columns over 128 values of K. The old `partial` is not read."""
     a = ring.a.index(slot).slice(WARPGROUP * _ROWS, _ROWS, 0)
     b = ring.b.index(slot).reshape([BLOCK_N, _STEP]).slice(HALF * _STEP, _STEP, 0).permute((1, 0))
     return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
@@ -158,7 +158,7 @@ def _consume(
         if TWO:
             b_at_1 = _b_scales_at(scales, group, column * (BLOCK_N // _STEP) + 1)
             scale_1 = gl.load(scales.b + b_at_1)
-        # The finished tile is written in the first step.
+        # The first step also writes the previous tile.
         slot = wait_step(ring, step)
         partial = _multiply(ring, slot, partial, WARPGROUP, 0, BLOCK_N)
         write(left, out_desc, [ROW_BOUND, at_end, at_row, at_column], buffer)
@@ -224,7 +224,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["scale_a_stride", "num_rows", "num_column_blocks", "num_column_tiles", "num_steps"])
 def block_scaled_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, 128]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three only if the rows are gathered
+    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

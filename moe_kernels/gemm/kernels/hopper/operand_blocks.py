@@ -113,14 +113,14 @@ def _produce_gathered(
 def produce(
     tiles,
     ring,
-    a_desc,  # None if gathered
+    a_desc,  # None if the rows of A are gathered
     a_ptr,
     a_stride,
     row_to_token_ptr,
     depth,
     b_desc,
-    extra_a_desc,  # None if gathered
-    extra_a_ptr,  # None unless gathered
+    extra_a_desc,  # None if the rows of A are gathered
+    extra_a_ptr,  # None unless the rows of A are gathered
     extra_a_stride,
     extra_depth,
     extra_b_desc,
@@ -152,7 +152,7 @@ def multiply(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Start total (+)= a[this warpgroup's rows] @ b[:, :columns of total] for a step."""
+    """Start a[rows of this warpgroup] @ b[:, :columns of total] for a step, plus `total` if `use_total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)
     if B_COLUMN:

@@ -23,7 +23,7 @@ PRODUCER_THREADS = gl.constexpr(128)
 
 @aggregate
 class Ring:
-    """The buffers between the producer and the consumers. Steps use its slots in turn."""
+    """The buffers between the producer and the consumers. Steps use the slots in turn."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
-    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread reports its copies."""
+    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread signals `full`."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):

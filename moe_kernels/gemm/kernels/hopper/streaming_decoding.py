@@ -31,8 +31,8 @@ _READING = 100  # multiplications of a row that take as long as reading and deco
 def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
     """Return the cost of one group and one step of the reduction.
 
-    A group's weight is read once for each tile of its rows. Most groups have fewer rows than the average plus twice the
-    deviation. With at most one row per group on average, few groups have rows, and narrow tiles occupy more SMs.
+    Each tile of rows reads the weight again. The tiles cover the average rows plus twice the deviation, enough for most
+    groups. With at most one row per group on average, few groups have rows, and narrow tiles occupy more SMs.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)

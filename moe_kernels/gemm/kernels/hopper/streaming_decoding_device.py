@@ -26,7 +26,7 @@ def values_per_64_bytes(FORM):
 
 @gluon.constexpr_function
 def _row_bases(block_out, num_warps):
-    """Return the bases of mma's output rows: 16 rows of a warp, then the warps, then further rows of each warp."""
+    """Return the bases of mma's output rows for lanes, warps and registers. Each warp in turn gets 16 rows."""
     powers = [1 << i for i in range(block_out.bit_length() - 1)]
     return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
 
@@ -88,7 +88,7 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
-    """Return the weight in bfloat16 [BLOCK_OUT, K], in the order of mma. Its values have the bits of `dequantize`."""
+    """Return the weight in bfloat16 [BLOCK_OUT, K], in the order of mma. Values equal `dequantize` bit for bit."""
     BLOCK_OUT: gl.constexpr = stored.shape[0]
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
@@ -271,7 +271,7 @@ def streaming_kernel(
     else:
         scales_ptr += wide_group * (((OUT + 127) // 128) * ((IN + 127) // 128))
     k = gl.arange(0, VALUES, layout=gl.SliceLayout(0, rows_layout))
-    x_stride = x_stride.to(gl.int64) // 8 * 8  # tells the compiler that rows are aligned to 16 bytes
+    x_stride = x_stride.to(gl.int64) // 8 * 8  # the rounding tells the compiler that rows are aligned to 16 bytes
     position = 0
     for first_row in range(start, end, ROWS):
         row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, rows_layout))
@@ -285,12 +285,12 @@ def streaming_kernel(
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
             stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS]).load(stored_layout)
-            # After the barrier, all warps have read the slot of the previous step.
+            # The barrier frees the slot of the previous step, which all warps have read by then.
             barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
-            # The copy waits for all earlier loads. Decoding hides the latency of loading rows. Decoding needs the
-            # scales immediately, so scales are loaded one step ahead.
+            # Loads follow the copy, because the copy waits for all earlier loads. Decoding hides the latency of the
+            # rows. Decoding needs the scales immediately, so scales are loaded one step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 
 from ....runtime.gluon import aggregate
 
-MOST_WALKED = gl.constexpr(32)  # groups, one per lane, whose offsets can replace a table
+MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table, one per lane
 
 # From this number of steps on, counted over all tiles of a program, half-width tiles are computed at full width.
 # Half-width tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead

@@ -26,7 +26,7 @@ from .tiles import LONG_WORK
 
 @aggregate
 class Tiles:
-    """The tiles of all gradients. Tiles of a group are adjacent, and groups are sorted by falling number of rows."""
+    """The tiles of all gradients. Tiles of a group are adjacent, and groups are in descending order of rows."""
 
     bounds_ptr: gl.tensor  # [G + 2]
     order_ptr: gl.tensor  # [G]
@@ -58,7 +58,7 @@ def turns(tiles):
 @gluon.jit
 def tile_at(tiles, turn):
     """Return (group, tile along K, tile along N, rows in the group, end row) of a turn, clamped to the last tile."""
-    # Every other round runs backwards, so that no program gets the longer tile of every round.
+    # In odd turns, programs take tiles in reverse order, so that no program gets the longest tile of every turn.
     place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
     tile = min(turn * gl.num_programs(0) + place, tiles.num_tiles - 1)
     group = gl.load(tiles.order_ptr + tile // (tiles.num_k_tiles * tiles.num_n_tiles))
@@ -149,8 +149,8 @@ def _produce_gathered(
 def _produce(
     tiles,
     ring,
-    a_desc,  # None if gathered
-    dout_desc,  # None if gathered
+    a_desc,  # None if the rows of A are gathered
+    dout_desc,  # None if the rows of dout are gathered
     gathered_ptr,
     gathered_stride,
     row_to_token_ptr,
@@ -182,7 +182,7 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Start total (+)= a.T[this warpgroup's rows] @ dout[:, :columns of total] for a step."""
+    """Start a.T[rows of this warpgroup] @ dout[:, :columns of total] for a step, plus `total` if `use_total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).reshape([BLOCK_R, 2 * total.shape[0]])
     a = a.slice(WARPGROUP * total.shape[0], total.shape[0], 1).permute((1, 0))
@@ -220,8 +220,7 @@ def _reduce_tile(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Return (sum over a tile's steps, number of the next step). The finished tile is written during the first
-    steps."""
+    """Return (sum over a tile's steps, number of the next step). The first steps also write the previous tile."""
     for part in gl.static_range(2):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, BLOCK_R, BLOCK_N)
         write(left if part == 0 else right, out_desc, [at.group, at.row, at.column + part * left.shape[1]], buffer)
@@ -289,9 +288,9 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["num_groups", "num_columns", "num_k_tiles", "num_n_tiles"])
 def wgrad_kernel(
-    a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if gathered
-    dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if gathered
-    gathered_ptr,  # [T, K] or [T, N]; this and the next three only if an operand is gathered
+    a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if the rows of A are gathered
+    dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if the rows of dout are gathered
+    gathered_ptr,  # [T, K] or [T, N]; None unless an operand is gathered, like the next three
     gathered_stride,
     row_to_token_ptr,  # [R]
     num_gathered_columns,

@@ -28,7 +28,7 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
     """Return the gated activation that gives the results of `apply_gate` on test values.
 
     Args:
-        experts: the module that holds the numbers of the activation. Errors name its class.
+        experts: the module that holds the activation's constants, such as a limit. Errors name the module's class.
         apply_gate: takes [n, 2F] columns, gate columns then up columns.
         interleaved: `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
 
@@ -87,8 +87,8 @@ def _match(
 ) -> Activation:
     for activation in candidates:
         values = apply_activation(inputs, activation, implementation="reference")
-        # Float32 steps inside `wanted` have errors of 1e-7 relative to `scale`. The two most similar activations, GELU
-        # by tanh and by erf, differ by 1e-4.
+        # The tolerance is above the 1e-7 of `scale` by which float32 operations change `wanted`. It is below the 1e-4
+        # between the two most similar activations, GELU by tanh and by erf.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)

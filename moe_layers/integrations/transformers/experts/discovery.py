@@ -69,8 +69,8 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
     for part in found:
         spec, experts = part.spec, part.experts
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
-        with torch.no_grad():  # quantised weights need to be frozen only if gradients are computed
-            # Stored weights are checked, because DeepSpeed's ZeRO-3 empties parameters between forwards.
+        with torch.no_grad():  # otherwise, quantised weights would have to be frozen
+            # Check parameters without reshaping, because DeepSpeed's ZeRO-3 empties them between forwards.
             check_weights(part.name, spec.weights(experts))
     return found
 
@@ -99,7 +99,7 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
-    """Return the modules of a class that contain the given module, at any depth: wrappers may be in between."""
+    """Return the modules of class `kind` that contain `module` at any depth, because wrappers may be in between."""
     return [
         block
         for block in model.modules()
@@ -118,8 +118,8 @@ def has_interface(module: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Yield class and known reason of modules that look like routed experts but neither contain nor belong to a known
-    module."""
+    """Yield the class of each unsupported module that looks like routed experts, with the reason if there is one. Skip
+    modules inside or around known ones."""
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():

@@ -26,7 +26,7 @@ from .float8_experts import float8_spec
 class _FlatSpec(ExpertsSpec):
     """DBRX: `mlp.w1` (gate), `v1` (up) and `w2` (down, transposed) are [E * F, D]."""
 
-    copies: ClassVar[bool] = True  # gate and up are two tensors
+    copies: ClassVar[bool] = True  # `w_up` concatenates the gate and up tensors
     num_experts: int = 0
 
     @property
@@ -53,7 +53,7 @@ class _FlatSpec(ExpertsSpec):
 
 @dataclass(frozen=True)
 class _FirstSpec(ExpertsSpec):
-    """LongCat: unused matrices of the zero experts follow those of the experts."""
+    """LongCat: the up-projection holds the experts' matrices, then unused matrices for the zero experts."""
 
     num_experts: int = 0
 
@@ -94,7 +94,7 @@ class _LinearsSpec(ExpertsSpec):
 
 def _weight_of(experts: Any, name: str) -> Weight:
     holder = getattr(experts, name)
-    if type(holder).__name__ != "JetMoeParallelExperts":  # a wrapper, whose change of the weight would be lost
+    if type(holder).__name__ != "JetMoeParallelExperts":  # refuse a wrapper: its change of the weight would be lost
         raise ValueError(
             f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
         )
@@ -201,11 +201,11 @@ def swap_of(module: nn.Module) -> Swap | None:
     return SWAPS.get(own_class.__name__) if own_class.__module__.startswith("transformers.") else None
 
 
-# Mixtures of attention, whose experts project queries. The model's own code computes them.
+# Experts of these classes project the queries of attention. The model's own code computes them.
 ATTENTION = ("JetMoeMoA",)
 
 _MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout between its matrices"
-# Reasons why experts and blocks that look like supported ones are not supported.
+# Class of unsupported experts or blocks -> the reason.
 REFUSED = {
     "DogeCDMoE": "its experts are pairs of vectors, found by product keys",
     "Mxfp4GptOssExperts": "they hold MXFP4 in the order of transformers' own kernels; load the model with keep_mxfp4 "

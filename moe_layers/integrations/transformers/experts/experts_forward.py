@@ -30,14 +30,14 @@ from .activation import recognise_gated, recognise_plain
 from .parametrized import check_stored, stored_weight
 from .rebuilding import rebuilt_in_backward
 
-NAME = "moe_layers"  # name in the experts interface
-ATTRIBUTE = "_moe_layers_experts"  # attribute: ExpertsSpec, from `enable` or from the first call
-FORMS = "_moe_layers_forms"  # attribute: KeptForms, with a precision
+NAME = "moe_layers"  # name of `experts_forward` in the experts interface
+ATTRIBUTE = "_moe_layers_experts"  # attribute of experts: ExpertsSpec, set by `enable` or the first call
+FORMS = "_moe_layers_forms"  # attribute of experts with a precision: KeptForms, which cache e4m3 weights
 SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a Sharing, which computes them
 DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
-TOLD = "_moe_layers_told"  # attribute: `_tell_once` has run
+TOLD = "_moe_layers_told"  # attribute of experts about which `_tell_once` must not warn
 
-# `changes`: LowRank by experts and parameter name, while wrappers call the experts in this thread.
+# `changes` maps experts and parameter name to LowRank. Wrappers set it while they call the experts in this thread.
 _calls = threading.local()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,16 +82,16 @@ class ExpertsSpec:
     readable = adaptable  # names of the parameters whose 4-bit form the kernels can read
 
     def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters and buffers, by name, whose first axis is that of the experts."""
+        """Return the parameters and buffers that are divided among the experts along their first axis, by name."""
         every = chain(experts.named_parameters(), experts.named_buffers())
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
     def of_rank(self, num_ranks: int) -> ExpertsSpec:
-        """Return the spec with which a rank computes its share."""
+        """Return the spec for one rank's experts if `num_ranks` ranks share them."""
         return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
+        """Return the weights to check at the first call. Read no attribute of `experts`: PEFT would cache the value."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -172,12 +172,12 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
 
 
 def changes_of(experts: nn.Module) -> Mapping[str, LowRank]:
-    """Return the changes, by parameter name, with which wrappers call the experts in this thread."""
+    """Return the low-rank changes that wrappers in this thread have set for the experts, by parameter name."""
     return getattr(_calls, "changes", {}).get(experts, {})
 
 
 def call_with_changes(experts: nn.Module, changes: Mapping[str, LowRank], call: Callable[[], Tensor]) -> Tensor:
-    """Return `call()`. The experts that it calls in this thread are computed with these changes."""
+    """Return `call()`. Calls of `experts` within it, in this thread, are computed with `changes`."""
     outer = getattr(_calls, "changes", {})
     _calls.changes = {**outer, experts: changes}
     try:
@@ -240,10 +240,10 @@ def experts_forward(
 def compute_module(
     self: Any,  # an experts module with a spec
     tokens: Tensor,  # [T, D]
-    choice: Tensor | ExpertRows,  # [T, K] int32, or where a dispatcher placed the slots
+    choice: Tensor | ExpertRows,  # [T, K] int32, or the rows of a dispatcher
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # the module's own, while local parts replace them
+    parameters: tuple[Weight, Weight] | None = None,  # the module's own, if local tensors replace them in the call
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that it holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
@@ -276,7 +276,7 @@ def compute_module(
 def _forms(
     experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
 ) -> ScaledForms | None:
-    """Return the kept e4m3 forms of the weights; None without a precision, for copies and under the compiler."""
+    """Return the cached e4m3 weights. Return None without a precision, if `w_up` is a copy, or under the compiler."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
@@ -288,7 +288,7 @@ def _forms(
 
 
 def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
-    """Return the parameters of both projections in the form that the module holds."""
+    """Return the up-projection's first parameter and the down-projection, as the module stores them."""
     return spec.up_parameters(experts)[0], spec.stored_down(experts)
 
 

@@ -37,7 +37,7 @@ class Float8Spec(ExpertsSpec):
         return self._stored(experts, "down_proj")
 
     def _stored(self, experts: Any, name: str) -> QuantizedWeight:
-        if name in getattr(experts, "parametrizations", {}):  # PEFT would add to numbers without their scales
+        if name in getattr(experts, "parametrizations", {}):  # refuse PEFT, which would ignore the scales
             raise ValueError(
                 f"moe_layers: {name} of {type(experts).__name__} is stored as {self.format.name}, which no wrapper can "
                 "change; plain LoRA is computed by enable(model), other adapters need dequantised experts"
@@ -92,7 +92,7 @@ def float8_experts_forward(
     top_k_index: Tensor,  # [T, K]
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute FP8 experts whose configuration names this implementation. `experts_forward` computes other experts."""
+    """Compute FP8 experts whose configuration selects "moe_layers". Set their spec, then call `experts_forward`."""
     _recognise_once(self)
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 

@@ -1,4 +1,4 @@
-"""Loads gpt-oss with its published MXFP4 blocks, for `enable` and for LoRA over them.
+"""Loads gpt-oss with its published MXFP4 blocks, for `enable` and for LoRA.
 
     config = keep_mxfp4(AutoConfig.from_pretrained("openai/gpt-oss-20b"))
     model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config)
@@ -57,7 +57,7 @@ class _KeepMxfp4Config(QuantizationConfigMixin):
 
     def __init__(self, **settings: Any):
         self.settings = {**settings, "quant_method": _PUBLISHED}
-        self.quant_method = _METHOD  # pyright: ignore[reportAttributeAccessIssue]  # an enum of transformers' own
+        self.quant_method = _METHOD  # pyright: ignore[reportAttributeAccessIssue]  # transformers declares an enum
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.settings)
@@ -78,7 +78,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 for part, shape in (("blocks", (size_in // 32, 16)), ("scales", (size_in // 32,))):
                     empty = torch.empty(num_experts, size_out, *shape, dtype=torch.uint8, device="meta")
                     experts.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
-            experts._is_hf_initialized = True  # initialisation would write the dequantised weights
+            experts._is_hf_initialized = True  # skip initialisation, which would write dequantised weights
 
     def _process_model_after_weight_loading(self, model: nn.Module, **options: Any) -> None:
         if (getattr(model, "_tp_size", None) or 1) > 1:
@@ -88,7 +88,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 blocks, scales = (_taken(path, experts, f"{name}_{part}") for part in ("blocks", "scales"))
                 experts.register_parameter(name, nn.Parameter(blocks, requires_grad=False))
                 stored = StoredMxfp4(scales, getattr(experts, f"{name}_bias").dtype)
-                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # the shape changes
+                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # unsafe: the shape changes
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = model.state_dict()

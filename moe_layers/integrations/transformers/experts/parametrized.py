@@ -50,7 +50,7 @@ class StoredMxfp4(nn.Module):
         return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
-        if is_dtensor(blocks):  # PEFT reads the parameter if ranks share the experts
+        if is_dtensor(blocks):  # ranks share the experts, and PEFT reads the parameter
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
@@ -103,7 +103,7 @@ def parameter_shape(experts: Any, name: str) -> torch.Size:
 
 
 def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, transposed: bool) -> None:
-    """Raise ValueError unless all 4-bit parameters of an experts module are read in their stored form.
+    """Raise ValueError unless all 4-bit parameters of an experts module can be read in their stored form.
 
     Args:
         name: name of the experts in the model.

@@ -1,11 +1,11 @@
 """PEFT's LoRA of expert parameters, computed inside the experts' op.
 
-PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. Its forward adds the
+PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. PEFT's forward adds the
 product of both factors to the parameter while the experts run. The forward here passes the factors to the experts
-instead, so that no tensor of the parameter's size is made. It replaces the forward of each wrapper, not of the class.
+instead, so that no tensor of the parameter's size is made. It is set on each wrapper, not on the class.
 
-PEFT 0.18 and later store lora_A as [E r, in], with the expert slowest, and lora_B as [out, r E], with the expert
-fastest. In and out are the parameter's second and third axis, or the reverse if PEFT swapped them.
+In PEFT 0.18 and later, lora_A is [E * r, in] with rows e * r + i. lora_B is [out, r * E] with columns i * E + e. In and
+out are the parameter's second and third axis, or the reverse if PEFT swapped them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # earlier versions do not swap the axes, and lack the flag
+_SWAPS_SINCE = "0.19"  # earlier versions do not swap the axes, and lack `_SWAPPED`
 _SWAPPED = "_did_swap_in_out_features"
 
 
 class Place(NamedTuple):
     """The attribute that holds an experts module or its outermost wrapper."""
 
-    name: str  # name of the experts in the model without wrappers
+    name: str  # name that the experts have in the model without wrappers
     holder: nn.Module
     child: str
 
@@ -71,7 +71,7 @@ def find_places(model: nn.Module, experts: list[nn.Module]) -> list[Place]:
 
 def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
     """Return the names of the parameters whose adapters the experts' op computes. Also return the other adapted
-    parameters with the reason."""
+    parameters, each with the reason why PEFT computes its adapter."""
     computed, left = [], {}
     for place in places:
         for wrapper in place.wrappers():
@@ -127,7 +127,7 @@ def replace_new_forwards(place: Place, *_: object) -> None:
     """Replace the forward of wrappers that were added after `enable`. A hook calls this function before the forward of
     the module that holds them."""
     if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
-        _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # stubs take it for a decorator
+        _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # torch's stubs declare a decorator
 
 
 @torch.compiler.disable
@@ -275,7 +275,7 @@ def _change(wrapper: Any, adapter: str) -> LowRank:
 
 
 def _sum(changes: list[LowRank]) -> LowRank:
-    """Return the sum of the changes: the product of factors that are concatenated along their ranks."""
+    """Return the sum of the changes. Its factors are the changes' factors, concatenated along r."""
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

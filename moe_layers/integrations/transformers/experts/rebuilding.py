@@ -1,4 +1,4 @@
-"""Copies of parameters that backward rebuilds instead of saving."""
+"""Rebuilds copies of parameters in backward, so that autograd does not save them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rebuilt_in_backward(
     if any(parameter.is_inference() for parameter in parameters):
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
-    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` must not hold the copy
+    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` must not keep `copy` alive
 
     def rebuilt() -> Tensor:
         if tuple(parameter._version for parameter in parameters) != versions:
@@ -45,7 +45,7 @@ def rebuilt_in_backward(
 
 
 def _unchanged(saved: Tensor, version: int) -> Tensor:
-    """Return a saved tensor. Autograd compares no versions of tensors that hooks pack."""
+    """Return a saved tensor. Check its version, because autograd does not check tensors that hooks pack."""
     if saved._version != version:
         raise RuntimeError(f"a tensor {list(saved.shape)} that backward needs was changed in place after forward")
     return saved

@@ -14,7 +14,7 @@ from ..experts.expert_classes import swap_of
 from .hooks import HookedRouter
 from .model_forward import hook_models, unhook_models
 
-_ROUTER = "_moe_layers_router"  # attribute of a hooked router that holds its HookedRouter
+_ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
 _NAMES = ("gate", "router")  # names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating|ModulesToSaveWrapper)$")
 # Unsupported routers: their forward does not return the choice and weights that the experts get.
@@ -58,7 +58,7 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the experts' block, which may be the experts module itself, and router, and the experts.
+    """Return the block's name, the router's name and the experts. The block may be the experts module itself.
 
     Wrappers may be around the experts and around the router.
     """

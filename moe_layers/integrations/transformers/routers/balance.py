@@ -1,4 +1,4 @@
-"""Balancing of transformers models: auxiliary losses by coefficient, and counts of the chosen experts."""
+"""Auxiliary losses and counts of chosen experts for transformers models."""
 
 from __future__ import annotations
 

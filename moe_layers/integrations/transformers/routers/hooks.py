@@ -2,7 +2,7 @@
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
 them in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads or
-changes these three tensors. While none of these functions is in use, it only calls the forward.
+changes these three tensors. Without statistics, losses, counts, records and replay, it only calls the forward.
 """
 
 from __future__ import annotations

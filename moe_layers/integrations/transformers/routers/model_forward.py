@@ -20,7 +20,7 @@ from ....routing.model_routers import ReplayedChoice
 
 _HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
 _KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
-_active = threading.local()  # holds the `forward` that runs in this thread
+_active = threading.local()  # `forward`: the ModelForward that runs in this thread
 
 
 class ModelForward:
@@ -34,20 +34,20 @@ class ModelForward:
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
         self.owner = owner
         self._arguments = {name: arguments.get(name) for name in _KEPT}
-        self.choices: dict[Any, ReplayedChoice] = {}  # by HookedRouter
+        self.choices: dict[Any, ReplayedChoice] = {}  # HookedRouter -> replayed choice
         self.global_counts: dict[Any, Tensor] = {}  # HookedRouter -> counts of a global batch, [E] int64
         self.routers: list[Any] = []  # the HookedRouters that ran
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         mask = arguments.get("attention_mask")
-        # Masks of other shapes than [B, S] are prepared for attention, and padding cannot be read from them.
+        # Ignore masks that are not [B, S]: they are prepared for attention, and do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        # Number of tokens and device -> mask. Layers share it, unless a model spans several devices.
+        # Number of tokens and device -> mask. Layers on the same device share a mask.
         self._token_masks: dict[tuple[int, torch.device], Tensor] = {}
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
     def token_mask(self, name: str, num_tokens: int, device: torch.device) -> Tensor | None:  # [T] bool
-        """Return the mask of tokens that are not padding on a layer's device, or None without an attention mask [B, S].
+        """Return the mask of non-padding tokens on a layer's device. Return None without an attention mask [B, S].
 
         Raises:
             ValueError: the layer's tokens are not those of the mask.
@@ -63,7 +63,7 @@ class ModelForward:
             )
         form = num_tokens, device
         if form not in self._token_masks:
-            # With a cache, the mask also covers past tokens.
+            # Take the last columns, because with a cache the mask also covers past tokens.
             self._token_masks[form] = mask[:, mask.shape[1] - length :].reshape(-1).bool().to(device)
         return self._token_masks[form]
 
@@ -79,7 +79,7 @@ class ModelForward:
             # Each packed sequence starts at position 0. The first may start later, after tokens of another forward.
             is_start = positions[0] == 0
             is_start[:1] = True
-            starts = is_start.nonzero().flatten()  # reads the number of sequences from the device
+            starts = is_start.nonzero().flatten()  # host synchronisation for the number of sequences
             return torch.diff(starts, append=starts.new_full((1,), num_tokens)).to(device)
         return num_tokens // batch if batch else None
 
@@ -88,7 +88,7 @@ class ModelForward:
         check_single_loss(self.owner, self._arguments)
 
     def recompute(self, gradient: Tensor) -> None:
-        """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls it."""
+        """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls this method."""
         for router in self.routers:
             router.recomputed = self
 

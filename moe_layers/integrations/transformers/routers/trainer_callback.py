@@ -76,10 +76,10 @@ class RoutingCallback(TrainerCallback):
         self.trainer, self.model, self.per_layer, self.bias_rate = trainer, model, per_layer, bias_rate
         self._every, self._group, self._plot = every, group, plot
         self._observers: dict[str, RoutingObserver] = {}
-        self._shares: dict[str, Tensor] = {}  # factor of a layer's losses in one of the accumulated calls
+        self._shares: dict[str, Tensor] = {}  # layer -> factor of its losses in each accumulated call
         self.steps: list[int] = []
-        self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> [E]
-        # Callbacks have no event before a log is written. A separate log of the callback would replace the Trainer's.
+        self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> tokens per expert [E]
+        # Wrap `log`: callbacks have no event before a log is written, and a second log would replace the Trainer's.
         trainer.log = partial(self._log, trainer.log)
 
     @property
@@ -124,7 +124,7 @@ class RoutingCallback(TrainerCallback):
             self.plot(self._plot)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Call `Trainer.log`. Add the statistics to the training log, which the Trainer writes on every rank."""
+        """Add the statistics to a training log, then call `Trainer.log`. All ranks do so, as sums over `group` need."""
         if "loss" in logs and self.trainer.control.should_log:
             logs.update(self._metrics(self.trainer.state.global_step))
         log(logs, *args, **kwargs)

@@ -92,8 +92,8 @@ class ExpertsOfModule:
             yield from change
 
     def __call__(self, rows: ExpertRows) -> Tensor:
-        # Kept e4m3 forms identify a weight by its parameter object. Local parts are new objects in each call, so the
-        # module's own parameters are passed.
+        # Pass the module's own parameters, because the cache of e4m3 weights identifies a weight by its parameter
+        # object. Local parts are new objects in each call.
         parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
         with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
             return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)

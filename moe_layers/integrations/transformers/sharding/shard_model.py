@@ -159,7 +159,7 @@ def shard_experts(
 
 
 def group_of(op: str, mesh: DeviceMesh) -> ProcessGroup:
-    """Return the group of a mesh. Raise ValueError unless it has one dimension, with this rank."""
+    """Return the group of a mesh. Raise ValueError unless the mesh has one dimension and contains this rank."""
     check_kind(op, "mesh", mesh, DeviceMesh)
     expert_share(op, mesh, mesh.size())
     return mesh.get_group()
@@ -173,7 +173,7 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
 def ignore_in_ddp(model: nn.Module) -> None:
     """Exclude experts that `shard_experts` sharded from DistributedDataParallel. Their gradients are complete.
 
-    All ranks must share the experts. If several ranks hold copies of an expert, use FSDP2, which averages them. Put the
+    All ranks must share the experts. If several ranks hold an expert, use FSDP2, which averages its gradients. Put the
     experts, which are DTensors, in a parameter group of their own: an optimizer that updates a group at once, as on
     GPUs by default, refuses DTensors beside other tensors.
 

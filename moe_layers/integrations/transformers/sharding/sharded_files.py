@@ -35,7 +35,7 @@ from .shard_model import group_of, shard_experts, sharded_experts
 
 _READ, _SAVE = "reading_shares", "save_sharded"
 _LOAD = "_load_pretrained_model"  # PreTrainedModel's method that reads weights into a model on the meta device
-_LONG_SECONDS = 1800.0  # wait for a rank that downloads or reads a checkpoint, or writes a file
+_LONG_SECONDS = 1800.0  # longest wait for a rank that downloads, reads or writes a file
 _FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -50,9 +50,9 @@ def reading_shares(
 ) -> Iterator[None]:
     """Let `from_pretrained` enable each model and shard its experts before it reads any weight.
 
-    Each rank then reads its own experts' bytes and everything that is not experts, without reading ahead. With GPUs,
+    Each rank then reads its own experts' bytes and all weights that are not experts, without reading ahead. With GPUs,
     pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
-    such as 5.23, and safetensors files: others are read whole.
+    such as 5.23. Needs safetensors files, because other files are read whole.
 
     All ranks must enter and leave the context, and call `from_pretrained` equally often. At these calls they wait up to
     30 minutes for ranks that download or read more slowly. An error on one rank ends the wait at once.
@@ -127,9 +127,9 @@ def _missing(info: Any, experts: dict[str, nn.Module]) -> str:
 def save_sharded(
     model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: str = "50GB", seconds: float = SECONDS
 ) -> None:
-    """Write a model whose experts the ranks share. All ranks must call it; the first one writes.
+    """Write a model whose experts the ranks share. All ranks must call this function. The first rank writes.
 
-    The files are those that `save_pretrained` writes for the whole model. Parameters are gathered one after another.
+    The files are those that `save_pretrained` writes for the whole model. Parameters are gathered one at a time.
 
     Args:
         model: a transformers model after `shard_experts`, which FSDP2 may also shard. Adapters of a PeftModel are saved
@@ -203,11 +203,11 @@ class _Writer:
         self.model, self.directory, self.metadata = model, directory, metadata
         self.convert = revert_weight_conversion
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
-        own = model.state_dict().keys()  # a quantiser may have added other names
+        own = model.state_dict().keys()  # `state` may have other names, which a quantiser added
         untied = remove_tied_weights_from_state_dict({name: empty[name] for name in state if name in own}, model)
         self.kept = {name for name in state if name in untied or name not in own}
         converted = self.convert(model, {name: empty[name] for name in state if name in self.kept})
-        # transformers counts a storage once, and keeps all its parts in one file.
+        # As in transformers: count each storage once, and keep all tensors of a storage in one file.
         self.split = split_state_dict_into_shards_factory(
             converted,
             get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
