@@ -1,6 +1,6 @@
 """The published architectures, by the `model_type` of their configuration.
 
-Every entry was checked against the module of transformers 5.23 that it describes. `REFUSED` lists the known
+Every entry was checked against the module of transformers 5.24 that it describes. `REFUSED` lists the known
 architectures that are not supported, each with the reason.
 """
 
