@@ -12,12 +12,12 @@ number of ranks that share the experts (EP) and routing:
 * the overlapped all-gather, in one chunk and in two;
 * `grouped_mm` with a plain all-to-all;
 * the layer on one GPU with as many rows and E / EP experts (`local_ms`);
-* the tokens' collectives alone, with the same sizes (`comm_ms`; twice their time with backward).
+* the tokens' collectives alone, with the same sizes (`comm_ms`; for forward with backward, doubled).
 
-The model without overlap is `local_ms + comm_ms`, and `share_of_model` is the model's time divided by the measured
-time: values above 1 are gained by overlap. The model ignores skew, so `share_of_busiest` uses `local_ms` times
-`busiest`: the busiest rank's rows over the mean. The slowest rank of each call counts. Outputs and gradients of
-all implementations are compared before timing. One that differs is not timed, and the command fails at its end.
+`model_ms` is `local_ms + comm_ms`, the time expected without overlap. `share_of_model` is `model_ms` divided by the
+measured time, so overlap can raise it above 1. `share_of_busiest` also accounts for skew: it multiplies `local_ms` by
+`busiest`, the busiest rank's rows over the mean. Each call counts with the time of its slowest rank. Outputs and
+gradients are compared before timing. An implementation that differs is not timed, and the command fails at its end.
 
 All implementations of a configuration share its parameters, and none keeps gradients. A configuration that needs too
 much memory, by `--plan`, has one row with the reason in `skipped`. `best` names the simplest form within 2 % of the

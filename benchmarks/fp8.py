@@ -204,7 +204,7 @@ def run_in(layer: MoEFeedForward, precision: str | None, new_weights: bool, run:
 
 
 def bench_passes(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    """Return result rows. Bytes count each operand read once and each result written once."""
+    """Return result rows. `gb_per_s` counts each matrix once per read and once per write, without scales."""
     operands = Operands(shape, options)
     activation, tokens, w_up = as_activation("bench", shape.activation), operands.tokens, operands.w_up
     hidden, dweighted = operands.rows(shape.up_columns), operands.rows(shape.d_ff)

@@ -256,7 +256,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
-    """Return the shapes, or each shape with tokens for these average numbers of rows per expert."""
+    """Return the shapes. With `rows_per_expert`, return each shape once per number, with `num_tokens` to match."""
     if not rows_per_expert:
         return shapes
     return [

@@ -151,7 +151,7 @@ def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expect
 
 
 def check(name: str, model: nn.Module, tokens: Tensor, wanted: Expected) -> None:
-    """Raise AssertionError on all ranks if a call has a wrong loss or gradient norm. Check no norm of `one_gpu`."""
+    """Assert on all ranks that every rank's loss and gradient norm are right. Check only the loss of `one_gpu`."""
     loss, norm = run(model, tokens).item(), wanted.norm
     if name != ONE:
         norm = clip_grad_norm_(model.parameters(), float("inf")).item()

@@ -30,8 +30,8 @@ def quantize_blocks(
 ) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
     """Divide each value by its block's scale in float32, and round it to e4m3. Return (numbers, scales).
 
-    The largest value of a block becomes 448 exactly. A block of zeros has the scale 1. In a block with NaN, all numbers
-    become NaN. In a block with an infinity, the infinity becomes NaN and the scale infinite.
+    The largest magnitude of a block becomes 448, unless it is below 1e-30. A block of zeros has the scale 1. In a block
+    with NaN, all numbers become NaN. In a block with an infinity, the infinity becomes NaN and the scale infinite.
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))

@@ -70,7 +70,7 @@ class Model:
 
     @property
     def active(self) -> int:
-        """Return the parameters that one token multiplies."""
+        """Return the number of parameters that multiply a token's values. The input embedding is not among them."""
         return self.moe_layers * self.top_k * self.expert + self.rest - self.vocabulary * self.d_model
 
     @property

@@ -134,7 +134,7 @@ def _combine_with_router_kernel(
     ALIGNED: tl.constexpr,  # common divisor of D and both row strides
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
+    """Sum rows and dlogits * w_router over each token's slots. Grid: (T, cdiv(D, BLOCK_D)), a block of out each."""
     t = tl.program_id(0).to(tl.int64)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED

@@ -36,11 +36,11 @@ def add_routing_statistics(
 ) -> None:
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
-    `counts`: tokens that each expert kept, tokens that chose each expert, calls, tokens, tokens with padding, and rows
-    that pad the last tile of each of the first `num_experts` experts. `sums`: entropies of the logits' softmax, margins
-    of the keys, relative excesses of each call's most chosen expert over the mean, losses, the number of losses, and
-    the smallest margin so far. A margin is the lowest key of a chosen expert minus the highest key of another expert,
-    or zero if both are equal.
+    `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
+    padding rows. Padding rows fill the last tile of each of the first `num_experts` experts. `sums` holds the sums of
+    the softmax's entropies, the margins, each call's excess and the losses, then the number of losses and the smallest
+    margin. The excess is the most choices of an expert, divided by the mean, minus 1. A margin is the lowest key of a
+    chosen expert minus the highest key of another expert, or zero if both are equal.
 
     Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
     not checked.

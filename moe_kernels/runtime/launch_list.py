@@ -105,7 +105,7 @@ class _Parameters:
         self._values = bytearray()
         self._starts: list[int] = []
         self._sizes: list[int] = []
-        self._pointers: list[tuple[int, int, int]] = []  # start, index of a base, byte offset
+        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the base
         self._maps: list[tuple[int, int, int]] = []
         self._bases: dict[int, int] = {}  # place of a tensor -> index
         # Any aligned address serves to encode a descriptor, because each run replaces it.

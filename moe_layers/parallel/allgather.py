@@ -66,7 +66,7 @@ class AllGatherDispatcher(RankDispatcher):
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
 
-        Raise ValueError unless all ranks have equal sizes, need the same gradients, and stay within the limits."""
+        Fail by `check_on_device` unless ranks have equal sizes, need the same gradients and stay within the limits."""
         offsets = _slot_offsets(chunks, experts)
         sizes = sum(len(tokens) for tokens, _ in chunks), *_agreed(*chunks[0], experts)
         own = [offsets[0].new_full((1,), size) for size in sizes]
@@ -97,7 +97,7 @@ class AllGatherDispatcher(RankDispatcher):
         numbers: Tensor,  # [P, chunks + chunks * E]: limits by chunk, then slots by expert
         own: list[int],
     ) -> None:
-        """Raise ValueError on all ranks if one rank has more rows than its limit."""
+        """Fail by `check_on_device`, on all ranks, if one rank has more rows than its limit."""
         num_chunks, num_ranks = len(own), self.ranks.size
         bounds, counts = numbers[:, :num_chunks], numbers[:, num_chunks:]
         num_rows = counts.reshape(num_ranks, num_chunks, num_ranks, -1).sum((0, 3))  # [chunks, P]

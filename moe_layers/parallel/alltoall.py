@@ -80,7 +80,7 @@ class AllToAllDispatcher(RankDispatcher):
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
         """Return each rank's number of slots for each local expert, and the numbers that must equal `agreed`.
 
-        Raise ValueError if the counts exceed the capacity.
+        Fail by `check_on_device` if the counts exceed the capacity.
         """
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
@@ -109,7 +109,7 @@ class AllToAllDispatcher(RankDispatcher):
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. Raise ValueError unless `agreed` is the same on all ranks."""
+        """Return each chunk's route. Raise ValueError, or fail on the GPU, unless `agreed` is equal on all ranks."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])

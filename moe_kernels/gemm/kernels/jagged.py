@@ -222,7 +222,7 @@ JAGGED_KERNELS = tuple(
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return this kernel with float32 results. B's gradient sums such results, which must not be rounded."""
+    """Return this kernel with float32 results. B's gradient is the sum of several such results, rounded only once."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"

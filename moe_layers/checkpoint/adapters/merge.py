@@ -158,7 +158,7 @@ def _linear_adapters(loaded: PeftAdapter) -> dict[str, _LinearAdapter]:
 
 def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
     name = module.removeprefix(ROOT)
-    # PEFT matches its patterns with the weight's name if target_parameters has it, else with the module's name.
+    # PEFT matches rank_pattern and alpha_pattern with the weight's name if target_parameters has it, else the module's.
     rank, scale = rank_and_scale(config, f"{name}.weight" if targets(f"{name}.weight", config) else name)
     if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
         raise ValueError(

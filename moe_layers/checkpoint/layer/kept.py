@@ -77,7 +77,7 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
 
 
 def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
-    """Return whether the scales have another arrangement than the numbers, so that one key cannot describe both."""
+    """Return whether the key describes only the matrix of numbers, and not the matrix of their scales."""
     rows, columns = format.block
     if format.name == "mxfp4":
         return key.transposed or key.flat

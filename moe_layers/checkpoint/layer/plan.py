@@ -51,14 +51,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Names of the block that a layer was read from.
+    """Description of the checkpoint that a layer was read from, which `save_checkpoint` follows by default.
 
     Attributes:
         config: the complete `config.json`.
         layout: name of the experts' layout.
         names: full tensor names of the router and other single parameters, by parameter.
         shapes: shapes of these tensors on disk; some biases are [1, E] there.
-        shared: keys of the shared expert's tensors, with full names.
+        shared: one key for each tensor of the shared expert. The key's name is the tensor's full name.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
 

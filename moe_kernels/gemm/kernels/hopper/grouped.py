@@ -130,7 +130,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 num_column_tiles,
-                # At least one step for each part of a finished tile, because the next tile's steps write the parts.
+                # A tile's first steps each write one part of the previous tile, so it needs a step for every part.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             _options(self, args.zero_tail, num_groups, extra_steps, band),

@@ -23,7 +23,7 @@ def _reduce_tile(
     bias,
     left,
     right,
-    at,  # Finished
+    at,  # Finished: position of the previous tile, which `left` and `right` hold
     out_desc,
     activated_desc,
     buffer,
@@ -197,7 +197,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # blocks have no axis for the halves
+    staged = out_desc if activated_desc is None else activated_desc  # its blocks have no gate/up axis
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

@@ -130,7 +130,7 @@ def _mxfp4_assembly(nan_255):
 
 @gluon.constexpr_function
 def _fp8_assembly():
-    """Return assembly that decodes 4 bytes, $2, times the float32 scale $3, rounded once."""
+    """Return assembly that decodes the 4 e4m3 values in $2, times the float32 scale $3, to bfloat16 in $0 and $1."""
     half = "mov.b32 {{a, b}}, x; cvt.f32.f16 p, a; cvt.f32.f16 q, b; mul.rn.f32 p, p, $3; mul.rn.f32 q, q, $3; "
     half = "cvt.rn.f16x2.e4m3x2 x, {0}; " + half + "cvt.rn.bf16x2.f32 {1}, q, p; "
     declared = "{ .reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 p, q; mov.b32 {c, d}, $2; "
@@ -208,7 +208,7 @@ def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.conste
 @gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride"])
 def streaming_kernel(
     x_ptr,
-    x_stride,  # [R or T, IN], a multiple of 8
+    x_stride,  # a multiple of 8; x is [R, IN], or [T, IN] with row_to_token
     row_to_token_ptr,  # [R], or None
     w_desc,  # [G, OUT, bytes of a row]
     scales_ptr,

@@ -27,7 +27,7 @@ if OBSTACLE is None:
 
 
 class WarpSpecializedWgrad(WgradKernel):
-    """Ragged TMA loads return zeros past a group's end. The operand on the tile's narrow side may be gathered."""
+    """`out[g] = A[start:end].T @ dout[start:end]`. The operand on the tile's narrow side may be gathered."""
 
     obstacle = OBSTACLE
 

@@ -91,7 +91,7 @@ class ExpertsSpec:
         return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Read no attribute of `experts`: PEFT would cache the value."""
+        """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:

@@ -290,11 +290,11 @@ def _num_experts(router: Any) -> int:
 class _Selection(TorchFunctionMode):
     """While active, reads the top-k of scores [T, E] of all experts, and may replace the choice.
 
-    The router's own code weighs the experts that the replaced call returns. A replayed choice therefore gets the
-    router's scores and normalisation. A top-k of groups, [T, groups] or [T, groups, members], is not replaced.
+    A replaced top-k returns the new experts with their scores. The router's own code then computes the weights from
+    these scores. A top-k of groups, [T, groups] or [T, groups, members], is not replaced.
 
     Args:
-        choose: takes T and K and returns the choice. None replaces nothing.
+        choose: takes T and K and returns the choice. If None, no choice is replaced.
     """
 
     def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):
