@@ -4,8 +4,8 @@
     python -m benchmarks.compare_commits --before ../before --commit $(git rev-parse --short HEAD) \\
         --before-commit COMMIT --output FILE
 
-The clocks of two separate runs differ by several per cent, so losses of 1 or 2 % show only in one run. `--shapes` takes
-names of shapes and of groups, as `benchmarks.layer` does. Peaks of memory are those of forward and backward.
+The clocks of two separate runs differ by several per cent, so slowdowns of 1 or 2 % show only in one run. `--shapes`
+takes names of shapes and of groups, as `benchmarks.layer` does. Peaks of memory are those of forward and backward.
 """
 
 from __future__ import annotations

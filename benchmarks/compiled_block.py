@@ -77,13 +77,13 @@ class TransformerBlock(nn.Module):
 
 
 def compiled(function, device: str):
-    """Compile without graph breaks: by Inductor on a GPU, traced only on a CPU."""
+    """Compile without graph breaks: with Inductor on a GPU, without code generation on a CPU."""
     return torch.compile(function, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
 
 
 @torch.no_grad()
 def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
-    """Apply the tests' error budget to the chosen experts, and to the output where both choose the same ones."""
+    """Check the chosen experts' logits, and the output of tokens with equal choices, by the tests' error budget."""
     actual, compiled_routing = compiled(block.with_routing, device)(x)
     baseline, routing = block.with_routing(x)
     # float32 without TF32 is exact in comparison with 16-bit results.

@@ -50,7 +50,7 @@ from .common.timing import copy_bytes_per_ms, timed
 
 FP8_SHAPES = ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3-ep8", "olmoe")
 FP8_SHAPES += ("qwen3-next", "fine-grained")
-OF_RECIPE, OF_PLAIN = 0.03, 0.09  # largest relative errors of a layer
+OF_RECIPE, OF_PLAIN = 0.03, 0.09  # largest relative errors allowed: against the recipe, against the layer without FP8
 
 
 class Operands:
@@ -101,7 +101,7 @@ def dense_fp8(a: Any, size_k: int, size_n: int) -> Callable[[], Tensor] | None:
     run = partial(torch._scaled_mm, a.A, a.B[0], a.scale_a, a.scale_b[0], out_dtype=a.out.dtype, out=a.out)
     try:
         run()
-    except (RuntimeError, ValueError) as error:  # this version of CUDA or PyTorch lacks it
+    except (RuntimeError, ValueError) as error:  # this version of CUDA or PyTorch lacks this product
         print(f"no dense e4m3 product: {str(error).splitlines()[0]}")
         return None
     return run
@@ -146,7 +146,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_layer(operands: Operands, precision: str) -> dict[str, float]:
-    """Check a layer's first experts against the recipe and plain experts in float32. Return both largest errors."""
+    """Check a layer's first experts against recipe and plain experts in float32. Return the largest error of each."""
     shape, num_experts = operands.shape, max(num_checked(operands.shape) // 4, 1)
     num_tokens = max(shape.num_tokens * num_experts // shape.num_experts, 1)
     tokens, weights = operands.tokens[:num_tokens], operands.topk_weights[:num_tokens]

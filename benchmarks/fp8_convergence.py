@@ -91,7 +91,7 @@ class Runs:
             path = self._path(settings)
             if path.exists():
                 example.load_checkpoint(self._run, path)
-            if self._run.step > step:  # the results file lacks earlier rows
+            if self._run.step > step:  # start again, because the results file lacks earlier rows
                 self._run = example.start_run(settings, self._text)
         self._train(self._run, step)
         return self._run

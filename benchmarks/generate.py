@@ -78,7 +78,7 @@ def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> li
 
 
 def fits_memory(name: str, run: Callable[[], None]) -> bool:
-    """Return whether an implementation fits in memory. Ours counts as fitting, so a lack of memory is an error."""
+    """Return whether an implementation fits in memory. Ours is not tried here, so its lack of memory is an error."""
     if name == OURS:
         return True
     try:

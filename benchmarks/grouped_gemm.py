@@ -207,7 +207,7 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
-    num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # slow if the CPU also runs the kernels
+    num_calls, rounds = (20, 25) if options.device == "cuda" else (1, 3)  # fewer if the CPU also runs the kernels
     found = host_us(functions, time.perf_counter, options.device, batch=num_calls, rounds=rounds)
     return [
         {**problem.described(), "gemm": "cpu", "implementation": name, "cpu_us": microseconds}

@@ -143,7 +143,7 @@ def check(module: Adapted, tokens: Tensor) -> None:
 
 
 def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
-    """Return the bytes of all rows that the adapters' own products read and write, each once."""
+    """Return the number of bytes in all rows that the adapters' own products read and write, each counted once."""
     wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # X, G and their gradients' products; dH; A, A_w
     return itemsize * shape.num_rows * (wide + 12 * rank)
 

@@ -78,7 +78,7 @@ def differences(
     peer: Peer,
     tokens: Tensor,  # [T, D]
 ) -> dict[str, float]:
-    """Return the relative differences between the peer's and the layer's output and gradients, by `COMPARED`.
+    """Return the relative differences of the peer's output and gradients from the layer's, by the names in `COMPARED`.
 
     Raises:
         SystemExit: the peer computes something else.

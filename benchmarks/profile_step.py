@@ -140,7 +140,7 @@ def profile_steps(step: Callable[[], object]) -> list[tuple[str, float]]:
 
 
 def account(shape: Shape, activation: str, options: argparse.Namespace) -> list[Row]:
-    """Return one row per kernel of the step, one for the gaps and one for the whole."""
+    """Return a row for each kernel of the step, a row for the gaps between kernels and a row for the whole step."""
     dtype = options.dtype
     layer = make_layer(shape, options.device, dtype, **VARIANTS[activation])
     tokens = make_tokens(layer, shape, "even", dtype)
@@ -222,9 +222,9 @@ def explain(rows: list[dict]) -> list[dict]:
     """Explain each step's time beyond its dense bound; one entry per shape and activation.
 
     A stage's `points` are percentages of the step's time: for a GEMM, the time beyond its dense product; for other
-    kernels, all of their time. The points and the share of the dense bound add up to 100. `bytes_points` is the part to
-    move the bytes at the speed of a copy, at most the measured time. `lost_points` is the rest. Both are None for GEMMs
-    and for unknown bytes.
+    kernels, all of their time. The points and the share of the dense bound add up to 100. `bytes_points` is the part
+    that a copy of the same bytes would take, at most the measured time. `lost_points` is the rest. Both are None for
+    GEMMs and for unknown bytes.
 
     Raises:
         ValueError: a field or a row is missing.

@@ -70,7 +70,7 @@ def check(layer: MoEFeedForward, tokens: torch.Tensor) -> None:
 
 
 def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
-    """Return the bytes of this many experts' weights."""
+    """Return the number of bytes in the stored weights of this many experts."""
     weights = (layer.experts.w_up, layer.experts.w_down)
     tensors = [t for w in weights for t in (w.parameters() if isinstance(w, QuantizedExperts) else [w])]
     return sum(t.numel() * t.element_size() for t in tensors) * num_experts // layer.num_experts

@@ -49,7 +49,7 @@ WITHIN = 1.15  # largest accepted ratio
 
 
 def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> list[Row]:
-    """Return one row: both kernels measured for the arguments of one entry.
+    """Return a row that compares the table's kernel with the rule's kernel for the arguments of a table entry.
 
     Raises:
         ValueError: the table names a kernel that does not support the arguments.
@@ -62,7 +62,7 @@ def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> lis
         raise ValueError(f"rule_of_thumb: the table's kernel must support {key!r}, got {table_kernel}")
     by_rule = best_first(kernels, args, measured=None)[0]
     chosen = {"table": named[table_kernel], "rule": by_rule}
-    # If both choose one kernel, it is timed once.
+    # If table and rule choose the same kernel, this kernel is timed once.
     times = checked_times({kernel.metadata.kernel_name: kernel for kernel in chosen.values()}, args, options)
     row: Row = {"op": key.split(" ")[0], "key": key}
     for name, kernel in chosen.items():
@@ -126,7 +126,7 @@ def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
 
 
 def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
-    """Measure every choice of copies by the whole op with backward."""
+    """Time the whole op with backward for every choice of gathers that are separate copies."""
     torch.cuda.empty_cache()  # does nothing without a GPU
     layer = layer_of_shape(shape, options)
     rule = copies_for(None, layer.tokens, layer.w_up, shape.d_ff, shape.num_rows)
@@ -139,7 +139,7 @@ def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
 
 
 def compared(rule: str, times_ms: dict[str, float]) -> Row:
-    """Return the rule's choice next to the fastest one."""
+    """Return the fields of a row that compare the rule's choice with the fastest choice."""
     best = min(times_ms, key=times_ms.__getitem__)
     row: Row = {"rule_kernel": rule, "rule_ms": times_ms[rule], "table_kernel": best, "table_ms": times_ms[best]}
     return {**row, "ratio": times_ms[rule] / times_ms[best], "times_ms": times_ms}

@@ -5,7 +5,7 @@
 
 Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
 GPU. Autograd runs in the calling thread. `*_wall_us` is the wall-clock time of the same calls with autograd's own
-thread. The bound of a replayed forward is the time to read every chosen expert's weights once, as fast as a large copy.
+thread. The bound of a replayed forward is the time to read router and chosen experts once, as fast as a large copy.
 
 `--host` times only calls. The layer and a dense MLP run both eagerly and compiled, `grouped_mm` only compiled.
 The MLP has two `nn.Linear`, a SiLU and the same d_model and d_ff. All forms take turns in one run.

@@ -136,7 +136,7 @@ def run(model: nn.Module, tokens: Tensor) -> Tensor:  # scalar
 
 
 def expected(shared: Row, options: argparse.Namespace, tokens: Tensor) -> Expected:
-    """Return loss and norm with transformers' own experts. The norm is None if gradients need too much memory."""
+    """Return loss and gradient norm with transformers' experts. The norm is None if gradients need too much memory."""
     model = build(shared, options, tokens.device)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     if tokens.is_cuda and 2 * num_bytes > 0.7 * torch.cuda.get_device_properties(tokens.device).total_memory:

@@ -155,7 +155,7 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # At most `most` groups have rows. Integers use `min`, because Dynamo of PyTorch 2.11 refuses sym_min of two.
+    # At most `most` groups have rows. Integers use `min`, because Dynamo of PyTorch 2.11 refuses `sym_min` of integers.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
@@ -316,7 +316,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _at_most(x: Tensor, limit: float) -> Tensor:
-    """Return min(x, limit). The gradient of x = limit is 1; that of `Tensor.clamp` is 0 from PyTorch 2.14 on."""
+    """Return min(x, limit). The gradient at x = limit is 1, but 0 for `Tensor.clamp` from PyTorch 2.14 on."""
     return torch.where(x > limit, limit, x)
 
 
@@ -345,7 +345,7 @@ def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# Each function takes (gate, up) if gated, else one value, followed by the activation's own numbers.
+# Each function takes (gate, up) if gated, else one value. The limit and alpha follow, if the activation has them.
 _ACTIVATIONS = {
     "swiglu": lambda gate, up: functional.silu(gate) * up,
     "geglu": lambda gate, up: functional.gelu(gate) * up,

@@ -70,12 +70,12 @@ def _product(
     matrices: Tensor,  # [E, K, N], already rounded to e4m3
     offsets: Tensor,  # [E] int32
 ) -> Tensor:  # [R, N]
-    """Round the rows to e4m3 and multiply them. Round each sum once, to the dtype of `rows`."""
+    """Round rows to e4m3 and multiply each by its expert's matrix. Round the products once, to the dtype of `rows`."""
     return reference.grouped_gemm(_rounded_rows(rows, matrices.dtype), matrices, offsets).to(rows.dtype)
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Return `gradient`, with `sources` as further inputs of its node. Backward raises: rounding has no derivative."""
+    """Return `gradient`, connected to `sources` in the autograd graph. Backward raises: rounding has no derivative."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:

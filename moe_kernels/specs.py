@@ -21,7 +21,7 @@ class RouterSpec:
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
-    Scores keep the order of logits. Without a selection bias or "top2_sum", logits choose the experts, which is exact.
+    Scores keep the order of logits, but may tie. Without a selection bias or "top2_sum", logits choose the experts.
 
     Args:
         input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
@@ -79,8 +79,8 @@ class RouterSpec:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         self._check_ranges()
-        # The property is stored, because torch.compile with dynamic shapes turns numbers such as `scale` into inputs of
-        # its graph.
+        # `is_softmax_of_logits` is computed once, because torch.compile with dynamic shapes turns numbers such as
+        # `scale` into inputs of its graph.
         object.__setattr__(self, "_is_softmax_of_logits", self._chooses_and_weighs_by_softmax())
 
     def _check_ranges(self) -> None:
@@ -196,8 +196,8 @@ class RouterSpec:
 
 
 class ActivationKind(NamedTuple):
-    """Settings of a named activation. The numbers are those of published models. None means that the activation has no
-    such number."""
+    """Whether a named activation is gated, and its limit and alpha in published models. None means that the activation
+    has no such number."""
 
     gated: bool
     limit: float | None = None
@@ -225,8 +225,8 @@ KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation and its numbers. Every `activation` argument also accepts a name, which selects the published
-    numbers.
+    """An activation with its limit and alpha. Every `activation` argument also accepts a name, which selects the
+    published numbers.
 
     Gated, with a gate g and an up value u:
 
@@ -239,7 +239,7 @@ class Activation:
         softcapped_swiglu     alpha tanh(g / alpha) * sigmoid(g) * limit tanh(u / limit)   (Inkling 2)
         gpt_oss               with g and u clamped as in clamped_swiglu: (u + 1) * g * sigmoid(alpha * g)
 
-    Where a value equals the limit, its gradient passes.
+    Where a value equals the limit, the gradient of clamping is 1.
 
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
@@ -248,8 +248,8 @@ class Activation:
             order applies to the columns of the pre-activation, and to the rows of w_up and b_up.
 
     Raises:
-        ValueError: the name is unknown, the activation has no such number, the number is not positive, or a plain
-            activation is interleaved.
+        ValueError: the name is unknown, the activation has no limit or alpha but one is given, a number is not
+            positive, or a plain activation is interleaved.
     """
 
     name: str
@@ -257,7 +257,7 @@ class Activation:
     alpha: float | None = None
     interleaved: bool = False
     gated: bool = field(init=False, repr=False, compare=False)
-    published: bool = field(init=False, repr=False, compare=False)  # whether the numbers are those of published models
+    published: bool = field(init=False, repr=False, compare=False)  # whether limit and alpha are as published
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:

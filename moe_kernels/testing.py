@@ -121,7 +121,7 @@ def run_with_grads(
 
 
 class Errors(NamedTuple):
-    """Largest errors of a set of results, and one unit in the last place (ulp) of the largest exact value."""
+    """Largest errors of an op and of plain PyTorch, and one unit in the last place (ulp) of the largest exact value."""
 
     actual: float
     baseline: float

@@ -85,8 +85,8 @@ class QuantizedWeight(NamedTuple):
     scales: Tensor
     format: WeightFormat
     shape: torch.Size  # [E, out, in]
-    codes: Tensor | None = None  # [16] float32, NF4's table ("quant_map" of bitsandbytes)
-    nested_codes: Tensor | None = None  # [256] float32: the values of nested scales
+    codes: Tensor | None = None  # [16] float32: the value of each 4-bit number of NF4 (bitsandbytes' "quant_map")
+    nested_codes: Tensor | None = None  # [256] float32: the value of each uint8 of nested scales
     nested_scales: Tensor | None = None  # [blocks of scales] float32
     nested_offset: Tensor | None = None  # [] float32, added to nested scales
 

@@ -30,7 +30,7 @@ def call_with_autocast_rules(
 
 
 def autocast_is_enabled(device_type: str) -> bool:
-    """Return whether autocast is enabled for the device type. False for meta, for which PyTorch's function raises."""
+    """Return whether autocast is enabled for the device type. False for meta, where `is_autocast_enabled` raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 

@@ -132,7 +132,7 @@ class MoEFeedForward(nn.Module):
     ) -> MoEFeedForward:
         """Build the layer that a configuration describes. The constructor describes the other arguments.
 
-        A subclass with its own constructor must also override this method, because it does not call the constructor.
+        This method does not call the constructor. A subclass that has its own constructor must override both.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
@@ -257,7 +257,7 @@ class MoEFeedForward(nn.Module):
     merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
     def saved_bytes(self, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-        """Return the bytes that a forward of `num_tokens` tokens saves for backward, without parameters and input."""
+        """Return how many bytes a forward of `num_tokens` tokens saves for backward, without parameters and input."""
         return saved_bytes(self, num_tokens, dtype)
 
     def num_parameters(self, *, active: bool = False) -> int:
@@ -322,9 +322,9 @@ class MoEFeedForward(nn.Module):
             router_input: the tensor that the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:
-            ValueError: x is a DTensor or does not end in d_model, its dtype or device differs from the parameters', the
-                mask, choice or router's input has another shape or dtype, the choice has an id on the CPU that no
-                expert has, or a loss lacks its sequence lengths.
+            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters; or
+                the mask, choice or router's input has another shape or dtype; or on the CPU the choice has an id
+                beyond the experts; or a loss lacks its sequence lengths.
         """
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
@@ -332,7 +332,7 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # `out` is not a view, as is required
+            return out if out.shape == x.shape else restore_shape(out, info)  # no view is returned, see `restore_shape`
         if self.batch_invariant:
             self._check_invariance()  # checked in each call, because parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
@@ -345,7 +345,7 @@ class MoEFeedForward(nn.Module):
         return self._finish(out, slots, pending.offsets, info, return_routing)
 
     def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None) -> Slots:
-        """Return the slots that reach an expert."""
+        """Return the router's slots. Slots of padding or beyond the capacity are -1."""
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if info.token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = info.token_mask

@@ -23,7 +23,7 @@ class TokenInfo(NamedTuple):
 
     @property
     def sequence_length(self) -> int:
-        """Return the number of tokens to which a capacity applies: the length of the last axis but one, or else 1."""
+        """Return how many tokens a capacity applies to: the length of the last axis but one, or 1 for x [D]."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 
@@ -102,14 +102,14 @@ def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
-    """Return the output in the shape of the layer's input. Like nn.Linear's output, the result is not a view: a view
-    loses FSDP2's hook, which gathers parameters before backward, when it is changed in place. The result and `out`
-    share memory but no version counter, so PyTorch misses in-place changes if a hook of the experts keeps `out`."""
+    """Return the output in the shape of the layer's input, not as a view. FSDP2's hook on the output gathers parameters
+    before backward, and a view that is changed in place loses the hook. The result and `out` share memory but no
+    version counter, so PyTorch misses in-place changes if a hook of the experts keeps `out`."""
     return _unsafe_view(out, info.shape)
 
 
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
-    """Raise ValueError unless this is a number of tokens, on the host or on the device."""
+    """Raise ValueError unless `num_tokens` is a scalar tensor or a number that is not negative."""
     if isinstance(num_tokens, Tensor):
         if num_tokens.numel() != 1:
             raise ValueError(f"{op}: num_tokens must be a scalar, got {list(num_tokens.shape)}")
@@ -118,7 +118,7 @@ def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
 
 
 def check_sequence_lengths(op: str, lengths: Tensor, device: torch.device) -> None:
-    """Raise ValueError unless these are lengths of sequences. Their values are not read."""
+    """Raise ValueError unless `lengths` is [N] int32 or int64 on `device` with N > 0. The values are not read."""
     is_integer = lengths.dtype in (torch.int32, torch.int64)
     if lengths.dim() != 1 or not len(lengths) or not is_integer or lengths.device != device:
         raise ValueError(

@@ -14,7 +14,7 @@ from .routing.model_routers import AttachedRouter, attached_routers
 
 
 def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of the distinct storages saved for backward, without parameters, buffers and the input.
+    """Return the number of bytes in distinct storages saved for backward, without parameters, buffers and the input.
 
     The layer runs on fake tensors, which have sizes but no memory. The function counts everything that the layer would
     save, and launches and allocates nothing on the layer's device. The result does not depend on the number of dropped
@@ -68,7 +68,7 @@ def _saved_by(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Return the bytes that a forward of a module on one input saves."""
+    """Return how many bytes a forward of `module` on one input saves for backward."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
     tensors = *module.named_parameters(), *module.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}

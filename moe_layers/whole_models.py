@@ -69,7 +69,7 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     In a transformers model, set `observer.router.observer` to None.
 
     Blocks of transformers read padding from the attention mask of their model, so pass the whole model. In these blocks
-    margins are differences of the scores whose top-k the router takes.
+    margins are differences of the scores from which the router chooses the top-k.
 
     Raises:
         ValueError: the model has no such layer, or one with an unsupported router.

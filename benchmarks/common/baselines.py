@@ -62,7 +62,7 @@ def sort_slots(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 
 def grouped_mm_takes(shape: Shape, dtype: torch.dtype) -> bool:
-    """Return whether `grouped_mm` computes the layer. It needs rows that start at multiples of 16 bytes."""
+    """Return whether `grouped_mm` can compute the layer: all rows must start at multiples of 16 bytes."""
     return all(width * dtype.itemsize % 16 == 0 for width in (shape.d_model, shape.d_ff))
 
 

@@ -120,7 +120,7 @@ def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float
     if not tokens.is_cuda:
         return None, None
     layer.zero_grad()
-    run = passes(layer, tokens)  # on a new leaf, because the run could free an old leaf's gradient
+    run = passes(layer, tokens)  # with a new leaf, because freeing an old leaf's gradient would lower the peak
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     out = run["forward"]()
@@ -135,6 +135,6 @@ def chosen_bytes(
     layer: MoEFeedForward,
     topk_experts: torch.Tensor,  # [T, K]
 ) -> int:
-    """Return the bytes of the experts that at least one token chose."""
+    """Return the number of bytes in the weights of the experts that at least one token chose."""
     experts = layer.experts
     return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)

@@ -59,7 +59,7 @@ def attend(
     """Compute causal attention of whole sequences, or of one new token. `s_aux` are the logits of gpt-oss's sinks."""
     if s_aux is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
-    # Add the sink as a first key, and a column. The column is 1 in this key, 0 in others, the sink's logit in queries.
+    # Prepend a key for the sink. Append a column: the sink's logit in queries, 1 in the sink's key, 0 in other keys.
     # Kernels need widths that are multiples of 8, and as many queries as keys. The added first query is dropped again.
     length, width = query.shape[2:]
     logits = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
@@ -131,7 +131,7 @@ class Captured(NamedTuple):
 
 
 def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] | None) -> Captured:
-    """Capture `run`.
+    """Capture `run` in a CUDA graph, after warm-up calls.
 
     Args:
         pool: memory pool of a graph that never runs at the same time; None for a new pool.

@@ -81,7 +81,7 @@ class ResultsFile:
             yield rows
 
     def _elapsed_s(self) -> float:
-        """Return the seconds since the start. All ranks return the same, so that they stop at the same task."""
+        """Return the seconds since the start, the largest value of all ranks, so that they stop at the same task."""
         seconds = time.monotonic() - self._begin
         if distributed.is_initialized():
             device = "cuda" if distributed.get_backend() == "nccl" else "cpu"

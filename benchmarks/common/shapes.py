@@ -33,7 +33,7 @@ class Shape:
 
     @property
     def up_columns(self) -> int:
-        """Return the columns of the up-projection: gate and up, or up alone with a plain activation."""
+        """Return the number of the up-projection's columns: gate and up, or up alone with a plain activation."""
         return (1 + is_gated(self.activation)) * self.d_ff
 
     @property

@@ -140,7 +140,7 @@ def _rows_of(which: str, names: list[str], timings: dict[str, Timing], busiest: 
 
 
 BEST_COLUMNS = ("shape", "ep", "pass", "best", "times_whole", "times_baseline")
-AS_FAST = 1.02  # largest multiple of the fastest time
+AS_FAST = 1.02  # times up to this multiple of the fastest time count as equal
 
 
 def best_form(times: dict[str, float]) -> str | None:

@@ -20,7 +20,7 @@ from .implementations import BASELINE, local_layer, make_implementation, make_la
 
 
 class StandIn(Ranks):
-    """One rank without its group. Collectives return this rank's data for the other ranks, in the right shapes."""
+    """One rank without its group. Collectives return tensors of the right shapes with this rank's data."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat([tensor] * self.size)
@@ -33,7 +33,7 @@ class StandIn(Ranks):
 
 
 def stand_in(module: MoEFeedForward) -> MoEFeedForward:
-    """Return the layer without communication."""
+    """Replace the layer's communication by `StandIn`, and return the layer."""
     ranks = module.dispatcher.ranks
     module.dispatcher.ranks = StandIn(ranks.name, ranks.size, ranks.rank)
     if isinstance(module.dispatcher, OverlappedDispatcher):

@@ -57,7 +57,7 @@ def make_layer(shape: Shape, mesh: DeviceMesh, dtype: torch.dtype) -> MoEFeedFor
 
 
 def with_style(layer: MoEFeedForward, style: ExpertParallel, mesh: DeviceMesh) -> MoEFeedForward:
-    """Return another layer with the same parameters."""
+    """Return a layer with the same parameters that communicates in this style."""
     other = MoEFeedForward(layer.d_model, 1, layer.num_experts, layer.router.top_k, device="meta")
     parallelize_module(other, mesh, style, src_data_rank=None)
     experts = copy.copy(layer.experts)

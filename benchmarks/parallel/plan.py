@@ -8,8 +8,8 @@ rows of `benchmarks.whole_model_parallel`; without rows, they are the assumption
 Nothing else is hidden: the prediction is for the "alltoall" dispatcher without overlap. Layers are checkpointed, so
 that the forward and its all-to-alls count twice. FSDP2 shards the rest of the model over all GPUs, and each expert over
 the GPUs that hold it. FSDP2's transfers overlap with compute: only the time beyond compute counts. Between hosts, they
-run at the bandwidth of the network. Memory has bfloat16 parameters and gradients, float32 AdamW states and master
-weights, all sharded, the inputs of all layers, and the activations of one layer.
+run at the bandwidth of the network. Memory counts `STATE_BYTES` per parameter, all sharded, the inputs of all layers,
+the activations of one layer, the logits and, with several hosts, gathered experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NETWORK = 45e9  # bytes/s of a GPU between hosts
 PER_HOST = 8
 LENGTH = 4096
 TOKENS = 4 * LENGTH  # tokens of each GPU
-STATE_BYTES = 2 + 2 + 4 + 4 + 4  # bytes per parameter: itself, gradient, master and two moments
+STATE_BYTES = 2 + 2 + 4 + 4 + 4  # bytes per parameter: parameter, gradient, master weight and two moments
 COLUMNS = ("model", "gpus", "ep", "parameters_b", "active_b", "gib", "tokens_per_s_per_gpu", "published")
 COLUMNS += ("compute_ms", "all_to_all_ms", "exposed_fsdp_ms")
 EXCHANGES = 4  # all-to-alls of a layer: tokens and outputs, and their gradients
@@ -60,7 +60,7 @@ class Model:
 
     @property
     def experts(self) -> int:
-        """Return the parameters of all routed experts of the model."""
+        """Return the number of parameters in all routed experts of the model."""
         return self.moe_layers * self.num_experts * self.expert
 
     @property
@@ -75,7 +75,7 @@ class Model:
 
     @property
     def flops(self) -> float:
-        """Return the FLOPs of a token, forward twice and backward, with causal attention of half the length."""
+        """Return a token's FLOPs in two forwards and a backward. On average, a token attends to half the sequence."""
         number, width = self.heads
         return 8 * (self.active + self.layers * number * width * LENGTH)
 

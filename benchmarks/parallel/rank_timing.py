@@ -45,7 +45,7 @@ def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:
 
 def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, options: argparse.Namespace) -> list[dict]:
     """Return GB/s per direction of the busiest rank, which exchanges a tensor of this many MB with the others."""
-    peers, width = ranks.size - 1, 4096  # bfloat16 values of a row
+    peers, width = ranks.size - 1, 4096  # a row has `width` bfloat16 values
     row_bytes = 2 * width
     num_rows = megabytes * 10**6 // row_bytes
 

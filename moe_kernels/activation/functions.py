@@ -66,7 +66,7 @@ def _gelu(x):
 
 @triton.jit
 def _gelu_tanh(x):
-    """Return (value, derivative), from `below` = (1 + tanh(z)) / 2 = sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
+    """Return (value, derivative) of x * (1 + tanh(z)) / 2 = x * sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
     square = x * x
     # The constants are 2 sqrt(2 / pi), and 0.044715 times this number.
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
@@ -333,5 +333,5 @@ PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", 
 
 
 def listed_epilogue(name: str) -> str:
-    """Return the activation that the catalog and the tables list for `name`: one for all gated, one for all plain."""
+    """Return the name under which the kernel catalog and its tables list `name`: "relu" if plain, else "swiglu"."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -26,7 +26,7 @@ def activation_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes out[r:r + BLOCK_R, f:f + BLOCK_F]. Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)).
+    """One program writes a tile of activation(preactivation + bias). Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)).
 
     With scales the activation is rounded to the dtype of the preactivation before it is quantised.
     """
@@ -95,7 +95,7 @@ def weighted_activation_backward_kernel(
     dpreactivation_stride,
     weighted_ptr,  # [R, F]; equals dweighted_ptr without a destination
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None uses slot_to_row
+    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: as slot_to_row
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
     scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; this and the next two may be None
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
@@ -112,7 +112,7 @@ def weighted_activation_backward_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes the rows of BLOCK_S slots, or BLOCK_S rows, and their weights' gradients.
+    """One program writes dH, A_w and dw of BLOCK_S slots or rows: see `launch_weighted_activation_backward`.
 
     Grid: (cdiv(num_items, BLOCK_S),).
     """

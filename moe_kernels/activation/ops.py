@@ -190,7 +190,7 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Result tensors of the weighted backward. Their rows follow another permutation of the slots than the inputs'."""
+    """Result tensors of the weighted backward, with rows in another order of the slots than the rows of the inputs."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, also in `weighted`
     weighted: Tensor  # [S, F]

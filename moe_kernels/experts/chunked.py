@@ -178,7 +178,7 @@ class BackwardInParts:
         return self._up_low
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
-        """Return the tensors for dH and A_w of all chunks, and the rows in them of this chunk's slots."""
+        """Return the tensors for dH and A_w of all chunks, and the row of each slot of this chunk in these tensors."""
         whole = self.whole
         if self._hidden is None:
             num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]

@@ -58,7 +58,7 @@ def _segment_sum_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program writes out[g, n:n + BLOCK_N]. Grid: (G, cdiv(N, BLOCK_N))."""
+    """One program writes out[g, n:n + BLOCK_N], the weighted sum of the group's rows. Grid: (G, cdiv(N, BLOCK_N))."""
     group = tl.program_id(0)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     end = tl.load(bounds_ptr + group + 1)

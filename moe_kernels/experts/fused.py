@@ -55,7 +55,7 @@ def fused_experts(
     backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory for the
     next weight and the next layer. The result has the same bits as with dequantised weights. With fewer rows, GEMMs
     decode weights while they load them, only for experts that have rows. The decoded values are the same, but sums are
-    rounded in another order. Only sizes decide between the two. With `batch_invariant` and in the reference, weights
+    rounded in another order. Only sizes select the method. With `batch_invariant` and in the reference, weights
     are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
@@ -204,7 +204,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands that all callers of the op pass. The op checks shapes, dtypes and devices, and caches results.
+    """Pack the operands that all callers of the op pass. `check_operands` checks the shapes, dtypes and devices.
 
     Args:
         others: further fields of `ExpertOperands`.

@@ -183,7 +183,7 @@ def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
     ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack `main_grad`
-    if "selection_bias" in ctx.names:  # not saved: backward does not read the bias, which may change before
+    if "selection_bias" in ctx.names:  # not saved: the bias may change before backward, which does not read it
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
     save_for_backward(ctx, call, output[1:])
@@ -247,7 +247,7 @@ def read_by_backward(
 
 def compute_gradients(
     dout: Tensor,  # [T, D]
-    of_forward: list[SavedForBackward],  # one entry, which is removed
+    of_forward: list[SavedForBackward],  # one item, which is removed from the list
     needed: set[str],  # names of operands
     main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:

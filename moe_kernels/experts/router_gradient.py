@@ -4,7 +4,7 @@ If a token's weights w are a softmax over the logits of its chosen experts alone
 
     dlogits = w * (dw - sum of w * dw)      dtokens = sum over a token's rows of (dX[row] + dlogits * w_router[expert])
 
-Therefore neither a product with a [T, E] gradient nor a pass that adds its result is needed.
+Therefore neither a product with a [T, E] gradient nor a kernel that adds this product is needed.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _combine_with_router_kernel(
     ALIGNED: tl.constexpr,  # common divisor of D and both row strides
     BLOCK_D: tl.constexpr,
 ):
-    """Sum rows and dlogits * w_router over each token's slots. Grid: (T, cdiv(D, BLOCK_D)), a block of out each."""
+    """One program sums row + dlogit * w_router[expert] over a token's slots. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED

@@ -185,7 +185,7 @@ class Rows(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
 
-        Return None if no kernel computes them, or if a GEMM and a pass are faster. With `overwrite` dH overwrites H.
+        Return None if no kernel can, or if a GEMM and a second kernel are faster. With `overwrite` dH overwrites H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
@@ -289,7 +289,7 @@ _LONGEST_FUSED = 3072  # columns of the reduction
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
-    """Return whether the GPU's copy engine saves more time than a copy to aligned rows costs. The tensor is an operand
+    """Return whether the GPU's copy engine saves more time than a copy to aligned rows costs. `matrices` is an operand
     or the result of a GEMM. The copy engine needs rows that start at multiples of 16 bytes."""
     many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
     is_copied = many and matrices.element_size() == 2 and selection.target_cc(matrices.device) >= 90
@@ -297,10 +297,10 @@ def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
 
 
 def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
-    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a pass.
+    """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a second kernel.
 
     Tiles of the fused GEMM are half as wide, because shared memory also holds their part of H. The additional reads
-    grow with the length of the reduction, but the cost of the saved pass does not. With few rows, kernels of other
+    grow with the length of the reduction, but the cost of the second kernel does not. With few rows, kernels of other
     designs are faster.
     """
     return num_rows > _ROWS_NOT_WORTH_FUSING * b.shape[0] and b.shape[1] <= _LONGEST_FUSED

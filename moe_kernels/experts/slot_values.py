@@ -38,7 +38,7 @@ def _row_weights_kernel(
     num_slots,
     BLOCK: tl.constexpr,
 ):
-    """One program copies the weights of BLOCK slots. Grid: (cdiv(T * K, BLOCK),)."""
+    """One program copies the weights of BLOCK slots to their rows. Grid: (cdiv(T * K, BLOCK),)."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1)
     weight = tl.load(weights_ptr + slot, mask=slot < num_slots, other=0.0)
@@ -55,7 +55,7 @@ def _slot_sums_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program writes BLOCK_S sums. Grid: (cdiv(T * K, BLOCK_S),)."""
+    """One program writes the row sums of BLOCK_S slots. Grid: (cdiv(T * K, BLOCK_S),)."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)  # [BLOCK_S, BLOCK_C]

@@ -212,9 +212,9 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a pass.
+    """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a second kernel.
 
-    The pass overwrites dA' with A_w.
+    The second kernel overwrites dA' with A_w.
     """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]

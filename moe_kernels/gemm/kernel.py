@@ -61,7 +61,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class GemmOperands:
-    """out = A @ B, or the same for each group, matrix of a batch, or pair of a list."""
+    """Requirements on the operands of out = A @ B, alone or as one product of a group, batch or list."""
 
     A: Operand
     B: Operand
@@ -70,7 +70,7 @@ class GemmOperands:
 
 @dataclass(frozen=True)
 class WgradOperands:
-    """out[g] = A[start:end].T @ dout[start:end]."""
+    """Requirements on the operands of out[g] = A[start:end].T @ dout[start:end]."""
 
     A: Operand
     dout: Operand
@@ -106,12 +106,12 @@ class PointerDesign(Design):
 class TmaDesign(Design):
     """Loads contiguous operands through TMA, gathered operands through asynchronous copies, in a software pipeline."""
 
-    flatten: bool = False  # one pipeline over a program's tiles: a tile's loads start before the previous epilogue
+    flatten: bool = False  # one pipeline for all tiles of a program: loads start before the previous tile's epilogue
 
 
 @dataclass(frozen=True)
 class WarpSpecializedDesign(Design):
-    """One warpgroup loads, two multiply and store. `num_stages` counts the buffers between them."""
+    """One warpgroup loads operands into `num_stages` buffers. Two warpgroups multiply them and store the result."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Kernel(abc.ABC):
         return f"<{self.metadata.kernel_name}>"
 
     def supports(self, args: Arguments) -> Status:
-        """Check whether this kernel supports these arguments. The check reads no values of tensors."""
+        """Check whether this kernel supports these arguments. The check does not read the values of tensors."""
         if not (status := self.takes(args)):
             return status
         if obstacle := self.obstacle or kernel_obstacle(args.A, (*KERNEL_DTYPES, FLOAT8)):
@@ -234,15 +234,15 @@ class Kernel(abc.ABC):
         return on_device_of(args.A, compile_launch, launch, self.metadata.kernel_name)
 
     def get_workspace_size(self, args: Arguments) -> int:
-        """Return the bytes of device memory that `run` needs in addition to the operands."""
+        """Return the number of bytes of device memory that `run` needs in addition to the operands."""
         return self.scratch_bytes(args) + self.metadata_bytes(args)
 
     def scratch_bytes(self, args: Arguments) -> int:
-        """Return the bytes of the TMA descriptors that the kernel makes on the device; a multiple of 128."""
+        """Return the number of bytes of the TMA descriptors that the kernel makes on the device, a multiple of 128."""
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Return the bytes of metadata computed on the device before the launch, such as a missing tile table."""
+        """Return the number of bytes of metadata made on the device before the launch, such as a missing tile table."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
@@ -260,8 +260,8 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return the estimated cost, which compares kernels for the same arguments. The cost is that of the tiles with
-        their padding, or of reading the operands if that is higher. All designs are assumed equally fast."""
+        """Return the estimated cost, to compare kernels for the same arguments: the work of the padded tiles, or of
+        reading the operands if reading takes longer. All designs are assumed equally fast."""
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:

@@ -51,7 +51,7 @@ def table_name(gpu: str) -> str:
 
 
 def paths(gpu: str | None = None) -> list[Path]:
-    """Return the existing table files of all GPU models, or of one model, which has at most one file."""
+    """Return all existing table files. With `gpu`, return only the file of this GPU model, if it exists."""
     return [] if USER is None else sorted(USER.glob("*.json" if gpu is None else table_name(gpu)))
 
 

@@ -57,7 +57,7 @@ def _bias_and_scale_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program rewrites BLOCK_N columns of the rows of one tile. Grid: (capacity, cdiv(N, BLOCK_N))."""
+    """One program writes BLOCK_N columns of row_scale * (rows + bias) of a tile. Grid: (capacity, cdiv(N, BLOCK_N))."""
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles_ptr):
         return
@@ -130,7 +130,7 @@ def _row_scale_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program writes BLOCK_R rows of drows and drow_scale. Grid: (cdiv(R, BLOCK_R),)."""
+    """One program writes BLOCK_R rows of row_scale * dout and of sum(dout * rows, 1). Grid: (cdiv(R, BLOCK_R),)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     exists = row < R
     group = tl.arange(0, G_P2)

@@ -50,7 +50,7 @@ class Target(NamedTuple):
     """A GPU that kernels are selected for. This machine need not have the GPU."""
 
     cc: int
-    gpu: str | None  # the model's name, which its table's file name contains; None if unknown
+    gpu: str | None  # name of the GPU model, as in the name of its table file; None if unknown
     table: Table
 
 
@@ -78,7 +78,7 @@ _planner = _Planner()
 def planning(
     target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True
 ) -> Iterator[list[Choice]]:
-    """List the GEMMs that this thread runs, in order. Meanwhile, ops bypass autograd and replay no recorded launches.
+    """List the GEMMs of this thread in order. Meanwhile, ops bypass autograd and do not replay recorded launches.
 
     Args:
         target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
@@ -145,7 +145,7 @@ def find_for(args: Arguments, target: Target) -> Kernel | None:
 def run(args: Arguments) -> None:
     """Launch the kernel that `select` chooses. The caller, an op, has made the arguments' device the current one."""
     if _run(args) is None and _planner.plan is None:
-        select(args)  # raises
+        select(args)  # raises the error, because no kernel was found
 
 
 def run_if_supported(args: Arguments) -> bool:
@@ -278,12 +278,12 @@ def choose_copies(
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
-    by gathering. Backward copies tokens only if w_up also has many columns. For plain activations, which halve the
-    columns, this doubles the least d_ff: the copy exists at the same time as the largest gradient and raises the peak
-    of memory. Forward fuses a plain activation only into a GEMM of copied rows.
+    by gathering. Backward copies tokens only if w_up also has many columns: the copy raises peak memory, because it
+    exists together with the largest gradient. A plain activation has half the columns and so needs twice the d_ff.
+    Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: the weight. A shape stands for a contiguous weight in the tokens' dtype, a meta tensor for its strides.
+        w_up: the weight, the shape of a contiguous weight in the tokens' dtype, or a meta tensor with its strides.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if (plan := _planner.plan) is not None and plan.copies is not None:

@@ -132,8 +132,8 @@ def _options(num_groups: int, block_rows: int) -> dict[str, int]:
 
 @triton.jit
 def write_tile_table(
-    block,  # index of the program; it writes PROGRAM_ENTRIES entries and the places of as many groups in `order`;
-    # program 0 also writes the bounds and the numbers of tiles
+    block,  # index of the program: each writes PROGRAM_ENTRIES entries of `tiles`, and puts as many groups in `order`;
+    # program 0 also writes `bounds` and `num_tiles`
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]

@@ -76,7 +76,7 @@ def _sum_shares_kernel(
     NUM_SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes out[r, c:c + BLOCK]. Grid: (rows * cdiv(columns, BLOCK),)."""
+    """One program writes out[r, c:c + BLOCK], the sum over the ranks. Grid: (rows * cdiv(columns, BLOCK),)."""
     num_blocks = (columns - 1) // BLOCK + 1
     r = (tl.program_id(0) // num_blocks).to(tl.int64)
     c = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

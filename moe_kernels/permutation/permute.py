@@ -173,7 +173,7 @@ def _permute_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes rows[rows of BLOCK_T tokens, d:d + BLOCK_D]. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
+    """One program copies a tile of tokens to rows, times any weights. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED
@@ -255,7 +255,7 @@ def launch_combine(
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
     """Return the columns per program, at most 2048: the largest power of two that divides `d_model`, so that no thread
-    idles. If that is below 512, return `d_model` rounded up to a power of two."""
+    idles. If this power is below 512, return `d_model` rounded up to a power of two."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
@@ -301,7 +301,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     SKIP: tl.constexpr,  # branch around dropped slots, because most may be dropped
 ):
-    """One program writes out[t, d:d + BLOCK_D]. Grid: (T, cdiv(D, BLOCK_D))."""
+    """One program writes out[t, d:d + BLOCK_D], the weighted sum of the token's rows. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     D = D // ALIGNED * ALIGNED
@@ -319,7 +319,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
-    """Return the columns d of a slot's row in float32, or zeros for a dropped slot."""
+    """Return columns d of a slot's row, times the slot's weight if given, in float32. A dropped slot gets zeros."""
     pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
     kept = tl.where(row >= 0, D, 0)
     value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)
@@ -382,7 +382,7 @@ def _combine_dweights_kernel(
     TOP_K,
     BLOCK_D: tl.constexpr,
 ):
-    """One program writes dweights[t, k]. Grid: (T, K)."""
+    """One program writes dweights[t, k], the inner product of dout[t] and the slot's row. Grid: (T, K)."""
     t = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1)
     row = tl.load(slot_to_row_ptr + t * TOP_K + k).to(tl.int64)

@@ -245,7 +245,7 @@ def _rank_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """The first programs write the offsets and table entries; each other program places RANKED slots.
+    """The first programs write the offsets and the tile table. Each other program finds the rows of RANKED slots.
 
     Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
     """
@@ -305,7 +305,7 @@ def _count_kernel(
     E_P2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes counts[block, :]. Grid: (num_blocks,)."""
+    """One program writes counts[block, :], the number of slots of each expert. Grid: (num_blocks,)."""
     block = tl.program_id(0).to(tl.int64)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
@@ -359,7 +359,7 @@ def _place_kernel(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
-    """The first programs write the offsets and table entries; each other program places a block of slots.
+    """The first programs write the offsets and the tile table. Each other program finds the rows of a block of slots.
 
     Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + num_blocks,).
     """

@@ -41,7 +41,7 @@ def decode_scales(scales: Tensor) -> Tensor:  # float32
 
 
 def _half_powers(scales: Tensor) -> Tensor:  # float32
-    """Return half of each e8m0 number. The byte 255 gives 2 ** 127, the largest power in float32."""
+    """Return half of each e8m0 number. In dtype uint8 the byte 255 gives 2 ** 127, the largest power in float32."""
     stored = scales.view(torch.uint8)
     exponent = stored.int()
     # Halves of the two smallest numbers are subnormal.

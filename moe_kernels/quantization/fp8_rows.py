@@ -29,7 +29,7 @@ def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
 
 
 def packed_width(num_columns: int) -> int:
-    """Return the bytes of a packed row: its e4m3 numbers and its scales, padded to a multiple of 8 bytes."""
+    """Return the number of bytes of a packed row: e4m3 numbers, then scales, padded to a multiple of 8 bytes."""
     return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
 
 
@@ -109,7 +109,7 @@ def _quantize_rows_kernel(
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program writes BLOCKS blocks of each of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, BLOCKS * 128))."""
+    """One program quantises BLOCKS blocks of BLOCK_R rows each. Grid: (cdiv(R, BLOCK_R), cdiv(K, BLOCKS * 128))."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
@@ -132,7 +132,7 @@ def _dequantize_rows_kernel(
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program writes 128 columns of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, 128))."""
+    """One program dequantises 128 columns of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, 128))."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.program_id(1) * 128 + tl.arange(0, 128)
     mask = (row < num_rows)[:, None] & (k < K)[None, :]

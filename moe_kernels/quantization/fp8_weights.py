@@ -142,7 +142,7 @@ def _quantize_weight_kernel(
     IN: tl.constexpr,
     IS_FIRST: tl.constexpr,  # whether to quantise all blocks; else only those with another checksum
 ):
-    """One program writes one block of both results and its checksum. Grid: (num_blocks,)."""
+    """One program quantises one block, and writes both results and the checksum. Grid: (num_blocks,)."""
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
     NUM_IN: tl.constexpr = (IN + 127) // 128
     block = tl.program_id(0)

@@ -51,11 +51,11 @@ def _twice_e2m1(nibble):
 
 @triton.jit
 def _mxfp4_pairs(packed, half_powers):
-    """Return the numbers in the low and in the high bits of bytes as bfloat16, four bytes in 26 instructions.
+    """Return the numbers in the low and in the high bits of bytes, times 2 * half_powers, as bfloat16.
 
-    The instructions handle two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with powers of two are
-    exact, subnormal ones included. Compute capability 8 multiplies bfloat16 only in a fused multiply-add. Its addend is
-    -0, which changes no value.
+    26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with
+    powers of two are exact, subnormal ones included. Compute capability 8 multiplies bfloat16 only in a fused
+    multiply-add. Its addend is -0, which changes no value.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -230,7 +230,7 @@ def _dequantize_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """One program writes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * tiles of a matrix,)."""
+    """One program decodes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * tiles of a matrix,)."""
     NUM_OUT: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     NUM_IN: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     program = tl.program_id(0)
@@ -284,7 +284,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  #
 
 
 def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Return the pointers of `decode_tile`."""
+    """Return the tensors that `decode_tile` takes as pointers."""
     values = weight.values if weight.values.dtype == torch.int8 else weight.values.view(torch.uint8)
     # The interpreter supports neither e8m0 nor every bfloat16 number.
     as_bits = {torch.float8_e8m0fnu: torch.uint8, torch.bfloat16: torch.int16}.get(weight.scales.dtype)

@@ -35,7 +35,7 @@ def dequantize(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: the tensors of the weight do not match its format and shape, or one requires a gradient.
+        ValueError: the weight's tensors do not fit its format and shape, one needs a gradient, or `dtype` is integer.
     """
     check_quantized("dequantize", "weight", weight)
     if not dtype.is_floating_point:

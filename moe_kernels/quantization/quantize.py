@@ -43,13 +43,13 @@ def quantize(
     """Quantise a weight. The scale of a block follows from its largest absolute value.
 
     Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
-    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. It can
-    make its block not finite, too, or with nf4_nested the whole weight. Not differentiable.
+    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. The
+    rest of its block, or with nf4_nested of the weight, may then not be finite, either. Not differentiable.
 
     Shapes: weight [E, out, in].
 
     Args:
-        format: "fp8", "mxfp4", "nf4", "nf4_nested", "int8", or one of them with other blocks.
+        format: "fp8", "mxfp4", "nf4", "nf4_nested", "int8", or a `WeightFormat` with other block sizes.
 
     Raises:
         NotImplementedError: a format of another project that is not supported, such as AWQ, GPTQ or NVFP4.

@@ -188,7 +188,7 @@ def _product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes out[BLOCK_M, BLOCK_N]. Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))."""
+    """One program writes a tile of a @ b + bias + addend. Grid: (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N))."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     lane = tl.arange(0, BLOCK_K)
@@ -224,7 +224,7 @@ def _weight_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes parts[share, BLOCK_E, BLOCK_D]. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
+    """One program sums one share of (high + low)^T @ tokens. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
     first_expert = tl.program_id(0) * BLOCK_E
     expert = first_expert + tl.arange(0, BLOCK_E)[None, :]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
@@ -253,7 +253,7 @@ def _sum_of_shares_kernel(
     num_shares,
     BLOCK: tl.constexpr,
 ):
-    """One program writes out[BLOCK]. Grid: (cdiv(N, BLOCK),)."""
+    """One program writes out[i:i + BLOCK], the sum of parts over the shares. Grid: (cdiv(N, BLOCK),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     part = parts_ptr + i

@@ -39,7 +39,7 @@ def topk_routing(
 
     A token's experts are distinct and in descending order of score, selection bias included. The lower id wins ties.
     NaN counts as the highest score, as in torch.topk: ids stay within [0, E), and the token's weights are NaN. The
-    returned logits are those that are scored: capped if the spec has a cap. Deterministic. Differentiable in `logits`.
+    returned logits are capped if the spec has a `logit_softcap`. Deterministic. Differentiable in `logits`.
 
     Shapes: logits [T, E], selection_bias [E]; result topk_experts [T, K] int32, topk_weights [T, K] float32, logits
     [T, E].
@@ -149,8 +149,8 @@ def routing_weights(
     topk_experts: Tensor,  # [T, K] int32; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
-    """Return a router's weights for any choice of experts. For the router's own choice they equal those of
-    `topk_routing`.
+    """Return a router's weights for any choice of experts. For the router's own choice these are the
+    weights of `topk_routing`.
 
     An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
     device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.

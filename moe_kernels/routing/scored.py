@@ -1,4 +1,4 @@
-"""Routers beyond the plain softmax as an op on logits, with its kernels.
+"""An op on logits, with its kernels, for most routers other than the plain softmax.
 
     scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups     w = scale * s / (sum of s + epsilon)
 
@@ -50,8 +50,8 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """Return the tokens and warps of a program. One warp holds a row of up to 512 places, so that reductions need no
-    shared memory."""
+    """Return the tokens and warps of a program, for tokens with `num_places` padded experts. One warp holds 512, so
+    that reductions need no shared memory."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -297,7 +297,7 @@ def _scored_routing_kernel(
 def _scored_routing_backward_kernel(
     logits_ptr,
     logits_strides,  # [T, E]
-    direct_ptr,  # None if there is nothing to add
+    direct_ptr,  # a gradient to add to dlogits, or None
     direct_strides,  # [T, E]
     experts_ptr,  # [T, K] contiguous
     dweights_ptr,  # [T, K] contiguous

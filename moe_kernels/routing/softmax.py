@@ -102,7 +102,7 @@ def _topk_kernel(
     pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
     chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
-    # The first chosen logit is the highest of all. A NaN was replaced by infinity. Infinity minus infinity is NaN.
+    # The first chosen logit is the highest. A NaN became infinity: infinity minus infinity makes the weights NaN.
     highest = tl.max(chosen_logits, 1)
     weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
     if NORMALIZE:
@@ -169,7 +169,7 @@ def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts,
 def _topk_backward_kernel(
     logits_ptr,  # None if the weights were normalized
     logits_strides,  # [T, E]
-    direct_ptr,  # None if there is nothing to add
+    direct_ptr,  # a gradient to add to dlogits, or None
     direct_strides,  # [T, E]
     experts_ptr,  # [T, K] contiguous
     weights_ptr,  # [T, K] contiguous

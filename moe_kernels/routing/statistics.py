@@ -21,7 +21,7 @@ class RoutedForward(NamedTuple):
     """The tensors that statistics of one forward's routing read."""
 
     logits: Tensor  # [T, E]
-    keys: Tensor  # [T, E]
+    keys: Tensor  # [T, E], by which the router ranks experts
     choices: Tensor  # [T, K] integers; negative means no expert
     kept: Tensor | None  # [T, K] integers: the choices within capacities; None: all choices
     token_mask: Tensor | None  # [T] bool: False for padding, which counts only in "tokens with padding"

@@ -46,7 +46,7 @@ def check_shapes(
 
 
 def _sizes_fit(shape: torch.Size, letters: list[str], sizes: dict[str, int]) -> bool:
-    """Return whether each axis has the size of its name. Names without a size get one in `sizes`."""
+    """Return whether each axis has the size that `sizes` gives its letter. Add the sizes of new letters to `sizes`."""
     return all([size == sizes.setdefault(letter, size) for letter, size in zip(letters, shape, strict=True)])
 
 

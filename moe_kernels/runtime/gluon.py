@@ -65,7 +65,7 @@ def warn_if_slower(cc: int) -> None:
 
 
 def registers(gather: bool, pieces: int) -> dict[str, int]:
-    """Return the registers per thread of the producer and one consumer. The other consumer gets the rest of 504.
+    """Return the registers per thread of the producer and one consumer. The other consumer gets 504 minus both.
 
     The numbers avoid spills. With Triton 3.8 and 3.9 they avoid spills only inside a step of the reduction.
 

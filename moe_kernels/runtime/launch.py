@@ -128,7 +128,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside then have no own replay
+        self.is_in_function = False  # whether a `Replayed` runs its function; ops that it calls have no own replay
 
 
 launching = _Thread()  # state of the current thread
@@ -301,7 +301,7 @@ def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return tuple(_of_int(value, kind) for value in values)
 
 
-# Kinds of parameters, by what a kernel is compiled for: the value; the type; the type and divisibility.
+# Kinds of parameters. Kernels are compiled for each value, for each type, or for each type and divisibility.
 _CONSTANT, _PLAIN, _SPECIALIZED = range(3)
 
 _kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}

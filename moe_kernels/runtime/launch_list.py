@@ -105,10 +105,10 @@ class _Parameters:
         self._values = bytearray()
         self._starts: list[int] = []
         self._sizes: list[int] = []
-        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the base
+        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the tensor
         self._maps: list[tuple[int, int, int]] = []
         self._bases: dict[int, int] = {}  # place of a tensor -> index
-        # Any aligned address serves to encode a descriptor, because each run replaces it.
+        # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
 
     def make_list(self, launches: Sequence[RecordedLaunch], scratch: Sequence[Place | None]) -> Any:

@@ -27,8 +27,8 @@ _LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}
 
 
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
-    """Return the leaves of a quantised weight: None for the unquantised tensor, its tensors, and the rest as a
-    string."""
+    """Return the leaves of a quantised weight: None for the unquantised tensor, the tensor fields, and the format
+    and shape as a string."""
     return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
 
 

@@ -23,7 +23,7 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # if temporaries take more bytes together, large ones stay out of the block
-_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; other small memory may be freed late
+_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; small memory outside it may be freed late
 
 
 class _Segment(NamedTuple):

@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes from the start of the first element to the end of the last one."""
+        """Return the number of bytes from the start of the first element to the end of the last one."""
         if 0 in self.shape:
             return 0
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -119,7 +119,7 @@ class Recording(TorchDispatchMode):
         with observing_launches(self._observe), self:
             result = function(*args)
         if not any(isinstance(step, RecordedLaunch) for step in self.steps):
-            # Refuse the reference, which reads values on the host by `tolist`: no mode sees that.
+            # Refuse the reference: its `tolist` reads values on the host, which no dispatch mode sees.
             self.obstacle = self.obstacle or "launches no kernel"
         return result
 

@@ -42,8 +42,8 @@ class Call(NamedTuple):
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
-    """Return whether calls may be replayed: no forward-mode AD, profiler or function mode is active. A form does not
-    contain these."""
+    """Return whether calls may be replayed: no forward-mode AD, profiler or function mode is active. `Form`
+    does not compare these states."""
     return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
 
 
@@ -95,7 +95,7 @@ class Op:
             (torch.autograd.Function,),
             {"forward": staticmethod(self._forward), "backward": staticmethod(self._backwards)},
         )
-        # Calls `apply` of the C++ base class, because `Function.apply` spends time looking for functorch transforms.
+        # Use `apply` of the C++ base class, because `Function.apply` spends time looking for functorch transforms.
         self._apply = super(torch.autograd.Function, self._node).apply  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
         _LIBRARY.impl(name, self._above_autograd, "Autograd")
 
@@ -189,7 +189,7 @@ class Op:
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
         tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
-        are_plain = places_of(*map(type, tensors)).are_plain  # not those of tracers: sizes may be symbols
+        are_plain = places_of(*map(type, tensors)).are_plain  # False for tracers' tensors: sizes may be symbols
         if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # compiled code
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)

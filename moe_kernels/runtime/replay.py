@@ -16,7 +16,7 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # stored per function; with texts of varying length, each number of tokens is a form
+_MOST_FORMS = 512  # forms stored per function; with texts of varying length, each number of tokens is a form
 # A form is recorded only after this many calls, because recording takes longer than one replay saves. A model with few
 # layers and a new number of tokens in each step would otherwise record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
@@ -79,7 +79,7 @@ class Replayed:
     `Record`. Every further call replays the record.
 
     The function runs each time if single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
-    poisoned memory. It also runs each time if its launches cannot be repeated: see `Recording.obstacle`.
+    a fill of uninitialised memory. It also runs each time if its launches cannot be repeated: see `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
@@ -169,7 +169,7 @@ class Replayed:
             self._num_forms = 0
 
     def states(self) -> list[str]:
-        """Return for each known form "replayed" or why it is not."""
+        """Return for each known form "replayed", or the reason why its record is not replayed."""
         return [form.state() for forms in list(self._forms.values()) for form in forms]
 
 

@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort like `tl.sort`, by NumPy. The interpreter runs each exchange as an op, in tenths of a second."""
+        """Sort by NumPy, because the interpreter runs each exchange of `tl.sort` as an op, in tenths of a second."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 

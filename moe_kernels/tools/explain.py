@@ -47,7 +47,7 @@ from .tune import check, measure
 _SMALL = Case(256, 256, 128, 4, 2)
 _TINY = Case(8, 128, 64, 2, 2)
 _SLOW = 1.2
-_FP8_ERROR = 0.09  # largest relative difference of a result with e4m3 operands
+_FP8_ERROR = 0.09  # largest allowed relative difference of a result with e4m3 operands
 _RESULTS = ("output", "gradient of tokens", "gradient of topk_weights", "gradient of w_up", "gradient of w_down")
 _OPS = {
     "down": "down",

@@ -65,7 +65,7 @@ class Layer(NamedTuple):
     def forms(self) -> Iterator[tuple[str, Step]]:
         """Yield the name and step of each GEMM to measure, but none with the activation's gradient in its epilogue.
 
-        Names are those of `Step`. "_gather" is added where rows are gathered and not copied, "_plain" to an "up"
+        A name is the name of the step, with "_gather" if rows are gathered instead of copied, and "_plain" for an "up"
         without activation.
         """
         for copies in (_EVERY, _NONE):

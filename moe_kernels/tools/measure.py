@@ -7,7 +7,7 @@
     python -m moe_kernels show
     python -m moe_kernels verify
 
-`tune` writes the table after every measurement and skips entries that it already has. A second run continues where the
+`tune` writes the table after every measurement and skips entries that the table has. A second run continues where the
 first one stopped. The exit status is 1 if the time did not suffice, or if an entry is wrong.
 """
 

@@ -112,7 +112,7 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; also pins a known kernel in this process
+    is_known: Callable[[Table], bool]  # whether the table has the entry; each call also pins the kernel (see `pin`)
     measure: Callable[[], Table]  # a table of this entry alone; empty if no kernel supports the arguments
 
 
@@ -242,7 +242,7 @@ def copies_name(copies: Copies) -> str:
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
     """Return the fastest kernel for products in one launch, after checking its result."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    problems = {}  # kept alive, because the graphs read their tables
+    problems = {}  # kept alive, because the graphs read the problems' tables
     for kernel in get_kernels(args):
         problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
         for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
@@ -277,7 +277,7 @@ def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: 
 
 
 def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: str) -> bool:
-    """Measure the entries missing from the table at `path`, and write it after each. Return whether time sufficed.
+    """Measure entries missing from the table at `path`, and write it after each entry. Return whether time sufficed.
 
     Args:
         seconds: no measurement starts later than this.

@@ -17,7 +17,7 @@ class ModelConfig:
     A field that is a list has one entry per layer. A field that is null counts as missing.
 
     Attributes:
-        required: names of fields that must exist, even if the reader has a default.
+        required: names of fields that must exist, even if the caller gives a default.
     """
 
     values: dict
@@ -84,7 +84,7 @@ class ModelConfig:
 def read_config(values: dict, layer: int, prefix: str = "") -> ModelConfig:
     """Return the configuration of the language model, which composite models keep in a nested object.
 
-    A block's prefix may name another part of the model, as "talker." names `talker_config`.
+    If the configuration has an object such as `talker_config`, the prefix "talker." of a block selects it.
     """
     for part in prefix.split("."):
         own = values.get(f"{part}_config")

@@ -73,7 +73,7 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
     Raises:
-        ValueError: a table chooses the layer's experts by token id ("hash_moe"), by default in the first layers.
+        ValueError: a table chooses the layer's experts by token id ("hash_moe", the default of the first layers).
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
     if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":

@@ -87,8 +87,8 @@ class Architecture:
 
     Attributes:
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that must be in the file. The functions above treat a missing field as neutral, but the
-            model's configuration class has another default.
+        required: fields that config.json must hold, because the functions above and the model's configuration class
+            have different defaults.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -206,7 +206,7 @@ ARCHITECTURES = {
     ),
     "dbrx": Architecture(routers.dbrx, d_ff="ffn_hidden_size", activation=_dbrx_activation, sizes_in="ffn_config"),
     "gpt_oss": _GPT_OSS,
-    "openai_privacy_filter": _GPT_OSS,  # weights divided by k, output multiplied by k: no effect
+    "openai_privacy_filter": _GPT_OSS,  # the block divides weights by k and multiplies its output by k: no effect
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),

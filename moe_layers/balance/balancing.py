@@ -152,9 +152,9 @@ def _(own, accumulated, group_name):
 def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
     """Update selection biases to balance experts without a loss. Call it once per optimizer step for a layer or model.
 
-    The selection bias of an expert rises by `rate` if it was chosen less often than the mean since the last call. The
-    bias falls by `rate` if it was chosen more often, and else stays. Forwards count in training mode; recomputed
-    forwards do not count again. Slots beyond a capacity count, but padding does not. Counts are integers and are summed
+    The selection bias of an expert rises by `rate` if the expert was chosen less often than the mean since the last
+    call. The bias falls by `rate` if the expert was chosen more often. Forwards count in training mode, but recomputed
+    forwards do not. Slots beyond a capacity count, but padding does not. Counts are integers and are summed
     over `group` in one collective for all routers, so that biases stay equal on all ranks. Counts are then reset to
     zero.
 
@@ -166,9 +166,8 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
         group: the ranks that share a batch. Required if there are several ranks.
 
     Raises:
-        ValueError: no router has a selection bias, a router's counts are on another device, a bias is sharded or
-            shorter than float32, forwards were not counted, `rate` is negative or not finite, or several ranks have no
-            group.
+        ValueError: no router has a selection bias. A bias is sharded, shorter than float32 or on another device than
+            the counts. Forwards were not counted. `rate` is negative or not finite. Several ranks have no group.
     """
     routers = [(each, bias) for each in model_routers(model).values() if (bias := each.selection_bias) is not None]
     if not routers:
@@ -247,7 +246,7 @@ def _check_counts(counts: Tensor, own: Tensor) -> None:
 
 
 def check_group(op: str, group: ProcessGroup | None) -> None:
-    """Raise ValueError if there are several ranks, but no group that shares a batch."""
+    """Raise ValueError if there are several ranks and `group` is None."""
     if group is None and distributed.is_available() and distributed.is_initialized():
         num_ranks = distributed.get_world_size()
         if num_ranks > 1:

@@ -131,11 +131,11 @@ def sequence_load_balancing_loss(
 
 
 def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
-    """Return the squared coefficient of variation of the experts' importance, the sum of their routing weights.
+    """Return the squared coefficient of variation of the experts' importance.
 
-    The loss is 0 at perfect balance. It does not change with permutations of experts or tokens, padding, or a factor on
-    all weights. It depends on the split of a batch into calls, because the variation is that of one call. Slots beyond
-    a capacity count.
+    An expert's importance is the sum of its routing weights. Slots beyond a capacity count. The loss is 0 at perfect
+    balance. It does not change with permutations of experts or tokens, padding, or a factor on all weights. It depends
+    on the split of a batch into calls, because the variation is that of one call.
 
     Shapes: result scalar.
 

@@ -26,11 +26,11 @@ class RoutingStatistics(NamedTuple):
         num_calls: number of forwards.
         num_tokens: number of tokens without padding.
         num_padding_tokens: number of padding tokens.
-        tokens_per_expert: [E] int64, the tokens that each expert got.
-        dropped_per_expert: [E] int64, the slots beyond each expert's capacity.
-        dead_experts: experts that got no token; none before the first token.
+        tokens_per_expert: [E] int64, number of tokens that each expert got.
+        dropped_per_expert: [E] int64, number of slots beyond each expert's capacity.
+        dead_experts: ids of the experts that got no token; empty before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
-        margin: selection key of the last chosen expert minus the best other expert's key, averaged over tokens.
+        margin: lowest selection key of a chosen expert minus highest key of an unchosen one, averaged over tokens.
         smallest_margin: minimum over tokens. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
         max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
@@ -62,7 +62,7 @@ class RoutingObserver:
     """Sums statistics over a layer's forwards. Only reading synchronises the host. Recomputations do not count.
 
     A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. A
-    margin is infinite if no expert remains or none was chosen. Margins mean little with an assignment.
+    margin is infinite if all selectable experts or none were chosen. Margins mean little with an assignment.
     Violations count slots before capacities.
 
     Args:
@@ -104,10 +104,10 @@ class RoutingObserver:
             kept: the choices within capacities. Default None: all choices.
             token_mask: False for padding. Default None: no padding.
             keys: selection keys. The default None computes them by the settings of the layer's `TopKRouter`.
-            aux_loss: the forward's auxiliary loss. Default None: it has none.
+            aux_loss: the forward's auxiliary loss. Default None: the forward has no auxiliary loss.
 
         Raises:
-            ValueError: the layer is on another device than when it was observed.
+            ValueError: the layer is on another device than when `observe` was called.
         """
         if logits.device != self._counts.device:
             raise ValueError(
@@ -125,7 +125,7 @@ class RoutingObserver:
         """Return the statistics so far, on the CPU. Synchronises with the GPU.
 
         Args:
-            group: ranks over which to sum. Every rank must call this method. The calls of all ranks count, and
+            group: ranks over which to sum. Every rank must call this method. `num_calls` is summed, too, and
                 `wasted_rows` assumes that a tile holds the tokens of one rank. Default None: this rank alone.
         """
         counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]

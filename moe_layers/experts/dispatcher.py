@@ -24,10 +24,10 @@ class Pending(NamedTuple):
 
 
 class LocalDispatcher:
-    """Sorts the slots by expert and calls the experts once. Slots of experts that the module does not hold add nothing.
+    """Sorts the slots by expert and calls the experts once. Slots of experts that the layer does not hold add nothing.
 
     Args:
-        first_expert: id of the first expert that the module holds.
+        first_expert: id of the first expert that the layer holds.
     """
 
     def __init__(self, first_expert: int = 0):

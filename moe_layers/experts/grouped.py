@@ -37,7 +37,7 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function that computes the experts' outputs chunk by chunk, while other chunks are in flight.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. Computes a chunk while others are in flight.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
@@ -64,8 +64,8 @@ class GroupedExperts(nn.Module):
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
             and `w_down.main_grad`, and does not change `grad`. The gradient's kernel does the addition: it
             accumulates in float32 and rounds only the new sum. Hooks of these weights get no gradient, and
-            `DistributedDataParallel` does not average `main_grad`, so the caller must. Default False; may be changed at
-            any time.
+            `DistributedDataParallel` does not average `main_grad`, so the caller must average it. Default False; may
+            be changed at any time.
 
     Raises:
         ValueError: a size is not positive, or with "fp8" not a multiple of 16; or a name is unknown.

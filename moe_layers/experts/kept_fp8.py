@@ -32,9 +32,9 @@ from moe_kernels.types import ScaledForms
 
 
 class _Kept(NamedTuple):
-    """One weight in e4m3, and the identity of the weight that was quantised.
+    """One weight in e4m3, and references to the parameter and the storage that were quantised.
 
-    The weak references do not keep the weight alive. While they exist, no other object has the weight's identity.
+    The references are weak: they do not keep the weight alive, and never equal a later object at the same address.
     """
 
     parameter: weakref.ref[Tensor]
@@ -74,7 +74,7 @@ class KeptForms:
         implementation: str | None,
     ) -> ScaledForms | None:
         """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""
-        # FSDP1 and FSDP2 mark their modules for the compiler by `_is_fsdp_managed_module`.
+        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. They gather weights for each forward, so cache nothing.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size of an element in bytes
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
 LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter that ranks share) -> this rank's part
 
 
 class QuantizedExperts(nn.Module):
     """A frozen weight [E, out, in] of E experts in the tensors of its format.
 
-    `values` and `scales` are parameters whose first axis is the experts', so that ranks can share them. Tables of the
+    `values` and `scales` are parameters with the experts as first axis, so that ranks can share them. Tables of the
     format are buffers. All tensors hold their bits as integers, so that conversions such as `layer.bfloat16()`, mixed
     precision and collectives do not change them. A conversion only changes the attribute `dtype`.
 

@@ -1,8 +1,8 @@
 """Run router, sort and experts of a layer as one op, if nothing else reads the routing.
 
-One op is one autograd node with one list of launches. Its backward sums the rows of the gradient through the experts
-and adds the gradient through the routing weights in the same launch. The op is equivalent only if the experts alone
-read the router's output, unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a hook on
+One op is one autograd node with one list of launches. In backward, one launch sums each token's gradient over its
+experts and adds the gradient through the routing weights. The op is equivalent only if the experts alone read the
+router's output, unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a hook on
 router or experts, or a dispatch mode reads the routing. A hook that is added or removed between a checkpointed forward
 and its recomputation changes the saved tensors, which PyTorch reports as an error.
 

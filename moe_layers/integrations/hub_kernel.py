@@ -1,7 +1,7 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
 The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). It holds
-`moe_kernels`, with a namespace of its own for the ops, and the stateless layer `MoEExperts`. It computes experts
+`moe_kernels`, with a namespace of its own for the ops, and the stateless layer `MoEExperts`, which computes experts
 modules of transformers. With `--build` the folder also holds the built variant, which `kernels` loads without the Hub.
 """
 
@@ -161,7 +161,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return the text of every file of the package, by path. Adapt the imports to the package."""
+    """Return the text of every file to write, by path. The imports of recognition.py are adapted to the folder."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

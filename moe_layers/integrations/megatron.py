@@ -105,20 +105,20 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def delay(self, *gradient: Tensor) -> bool:
-        """Keep the operands of a weight gradient for `backward_dw`. Return False if gradients are not delayed."""
+        """If gradients are delayed, keep the operands of one for `backward_dw`. Return whether they are delayed."""
         if self._delays:
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. With fusion, add it to `main_grad` and return `mark_added`'s result."""
+        """Return the gradient [E, out, in]. With fusion, add it to `main_grad` and return a placeholder or None."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
         return mark_added(weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
-        """Return shards of each local expert, at its index in the whole model, with Megatron's own names."""
+        """Return the local experts' shards under Megatron's own names. Each shard states its expert's global index."""
         if (metadata or {}).get("singleton_local_shards", False):
             raise ValueError("GroupedExperts: singleton_local_shards must be off, got checkpoints of single shards")
         first, axis = self.ep_group.rank() * self.num_local_experts, len(sharded_offsets)

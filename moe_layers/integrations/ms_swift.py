@@ -3,7 +3,7 @@
     echo "import moe_layers.integrations.ms_swift" > plugin.py
     swift sft --experts_impl moe_layers --external_plugins plugin.py ...
 
-transformers then loads the model with this package's experts. It refuses models without an experts interface.
+transformers then loads the model with this package's experts. transformers refuses models without an experts interface.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def moe(cfg: Any) -> Any:
 
 
 def _experts(cfg: Any) -> Any:
-    """Return the configuration of `FusedExperts`. Initialise and shard `w13` like `w1_EFD` and `w3_EFD`."""
+    """Return the configuration of `FusedExperts`, which initialises and shards `w13` like `w1_EFD` and `w3_EFD`."""
     initial = dict(cfg.param_init or {})
     if "w1_EFD" in initial and "w3_EFD" in initial:
         gate, up = initial.pop("w1_EFD"), initial.pop("w3_EFD")

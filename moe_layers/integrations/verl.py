@@ -6,7 +6,7 @@ actor_rollout_ref:
     override_config:
       _experts_implementation: moe_layers
 
-transformers then loads the model with this package's experts. It refuses models without an experts interface.
+transformers then loads the model with this package's experts. transformers refuses models without an experts interface.
 """
 
 from __future__ import annotations

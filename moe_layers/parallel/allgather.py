@@ -125,7 +125,7 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of a rank. Raise ValueError if K, bytes or gradients differ."""
+        """Return the largest number of tokens of a rank. Raise ValueError if `_agreed` differs between ranks."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]

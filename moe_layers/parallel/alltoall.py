@@ -25,7 +25,7 @@ class _Route(NamedTuple):
     row_to_slot: Tensor  # [S] int32
     sent: list[int]  # number of rows sent to each rank
     received: list[int]  # number of rows received from each rank
-    experts: Tensor  # [R] int32: local expert index; larger for a padding row
+    experts: Tensor  # [R] int32: local expert index; E / P for a padding row
     implementation: str | None
 
 
@@ -118,7 +118,7 @@ class AllToAllDispatcher(RankDispatcher):
             return [_bounded_route(*pair, implementation) for pair in zip(chunks, arriving, strict=True)]
         departing = [chunk.counts for chunk in chunks]
         sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
-        num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # synchronises the host
+        num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # host synchronisation
         if set(zip(num_bytes, gradients, strict=True)) != {agreed}:
             raise ValueError(f"{message}, got bytes {num_bytes} and gradients {gradients} by rank; {GRADIENTS}")
         return [

@@ -96,8 +96,8 @@ class Packing(NamedTuple):
 class AsyncCollective:
     """A tensor in flight. In backward, the dual collective sends the gradient back.
 
-    Work between the start and `wait` overlaps with the transfer. In backward, autograd runs that work in reverse order,
-    so its gradients overlap with the transfer of the gradient. PyTorch's own gradients of collectives do not overlap.
+    Work between the start and `wait` overlaps with the transfer. In backward, the gradient computation of that work
+    overlaps with the transfer of the gradient. PyTorch's own gradients of collectives do not overlap.
 
     Args:
         there: starts a collective on the tensor.
@@ -121,8 +121,8 @@ class AsyncCollective:
 
 
 class _GradientHandoff:
-    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass it, because its
-    shape may differ from the expected one. The object holds no tensor in forward."""
+    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass
+    gradients whose shape differs from the forward tensor's. The object holds no tensor in forward."""
 
     def __init__(self, start: Callable[[Tensor], Tensor]):
         self.start = start

@@ -78,8 +78,8 @@ class ExpertParallel(ParallelStyle):
             applied or called.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
-            does not divide the number of experts, or they are sharded already. When called: a plain parameter has
-            replaced a parameter of the experts, or the ranks need different gradients.
+            does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has
+            replaced a parameter of the experts, or ranks need different gradients (on GPUs, possibly an assertion).
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ExpertParallel(ParallelStyle):
     def make_dispatcher(
         self, chosen: str, ranks: Ranks, *, any_lengths: bool = False, name: str = "ExpertParallel"
     ) -> RankDispatcher:
-        """Return a dispatcher with these options.
+        """Return the dispatcher with the name `chosen` and this plan's options.
 
         Args:
             any_lengths: without `max_rows_factor`, "allgather" accepts any number of tokens on each rank.
@@ -161,7 +161,7 @@ class ExpertParallel(ParallelStyle):
         )
 
     def sms_of(self, chosen: str) -> int:
-        """Return the SMs that GEMMs leave to communication."""
+        """Return the number of SMs that GEMMs leave to communication."""
         return (2 if chosen == "overlapped" else 0) if self.reserved_sms is None else self.reserved_sms
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collectives import Ranks, wait
 
-Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # the mesh and the dimensions that shard a tensor
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh and sharding dimensions of a tensor; None if it is plain
 
 
 @torch.no_grad()

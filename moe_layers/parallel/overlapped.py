@@ -28,7 +28,7 @@ from .collectives import Ranks, wait
 from .rank_dispatcher import ExpertsOfRank, split
 from .symmetric_memory import Scattering, Transport, transport_for
 
-_MOST_PIECES = 4  # largest number of column slices
+_MOST_PIECES = 4  # largest number of column slices of a chunk's output
 _TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
 
 
@@ -93,7 +93,7 @@ class _Plan:
         ranks: Ranks,
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
-        lengths: list[int],  # tokens of each chunk
+        lengths: list[int],  # number of tokens of each chunk
         bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows, which synchronises the host
         experts: ExpertsOfRank,
     ):
@@ -111,7 +111,7 @@ class _Plan:
     def __call__(
         self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
     ) -> Tensor:  # [T, D]
-        """Compute the experts. The result is written by `wait`."""
+        """Compute the experts. Return uninitialised memory, into which `wait` writes the outputs."""
         factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
         with torch.cuda.device_of(tokens):
             return _Overlapped.apply(self, tokens, topk_weights.float(), *weights, *factors)
@@ -170,7 +170,7 @@ class _Plan:
 
 
 class _Overlapped(torch.autograd.Function):
-    """Maps (plan, tokens [T, D], topk_weights [T, K], weights, adapters) to sums [T, D], which `wait` completes."""
+    """Maps (plan, tokens [T, D], topk_weights [T, K], weights, adapters) to sums [T, D], which `_Plan.wait` writes."""
 
     @staticmethod
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:

@@ -54,9 +54,9 @@ class RankDispatcher(ABC):
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
         chunks: parts of the tokens; one is sent while another is computed.
-        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the data that it sends by
-            the scale, because that data is smaller than these gradients. Gradients of tokens and routing weights
-            are divided by the scale, which is exact for powers of two.
+        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the gradient
+            of the outputs by the scale, because that gradient is smaller than those of the parameters. Gradients of
+            tokens and routing weights are divided by the scale again, which is exact for powers of two.
         name: name of the layer in errors.
     """
 
@@ -107,7 +107,7 @@ def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
 
 
 def row_bytes(tokens: Tensor) -> int:
-    """Return the bytes of a token. They must be equal on all ranks, or a collective would mix tokens up or hang."""
+    """Return the bytes per token. If the ranks' numbers differed, a collective would mix up tokens or hang."""
     return tokens.shape[1] * tokens.element_size()
 
 
@@ -128,7 +128,7 @@ def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> in
     needed += [
         each.requires_grad for each in parameters if isinstance(each, DTensor) and each.placements == (Replicate(),)
     ]
-    return sum(bit << place for place, bit in enumerate(needed)) % (2**31 - 1)  # sent as int32
+    return sum(bit << place for place, bit in enumerate(needed)) % (2**31 - 1)  # ranks send the mask as int32
 
 
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:

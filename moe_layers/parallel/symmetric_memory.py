@@ -102,12 +102,12 @@ class PeerCopies(Transport):
         self.timeout_ms = int(timeout.total_seconds() * 1000)
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
-        self._outgrown: list[Tensor] = []  # kept, because CUDA graphs may still use it
+        self._outgrown: list[Tensor] = []  # earlier, smaller memory; kept, because CUDA graphs may still use it
         self.under_way: set[object] = set()  # operations in flight, whose tensors must stay alive for the stream
         self._used_bytes = 0
         self.num_begun = 0
         self.all_have_begun = False  # whether a barrier has followed the last `begin` in the stream
-        self._last: torch.Event | None = None  # the last operation's end; None after a wait for it
+        self._last: torch.Event | None = None  # event at the end of the last operation; None after a wait
         self._user = self._current_stream()  # stream of the last `begin`
 
     @classmethod

@@ -41,19 +41,19 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts. No
-        host synchronisation.
+        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts. Do
+        not synchronise the host.
 
         Ids lie in [0, E), or are -1. Only ids on the CPU are checked.
         """
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:
-        """Return K', the slots of each token. None: K' depends on the logits, so no choice can be replayed."""
+        """Return K', the number of slots per token. None: K' depends on the logits, so no choice can be replayed."""
 
     def weigh(
         self,
-        logits: Tensor,  # [T, E] as scored
+        logits: Tensor,  # [T, E], after the router's soft cap
         topk_experts: Tensor,  # [T, K'] int32; -1 means no expert
         spec: RouterSpec,
     ) -> Tensor:  # [T, K']

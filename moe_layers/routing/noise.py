@@ -55,7 +55,7 @@ class RouterNoise:
 
     def choose(
         self,
-        logits: Tensor,  # [T, E] as scored
+        logits: Tensor,  # [T, E], after the router's soft cap
         top_k: int,
         spec: RouterSpec,
         selection_bias: Tensor | None,  # [E]

@@ -79,9 +79,9 @@ class RoutingReplay:
             lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
         Raises:
-            ValueError: the model has no router, an array has another form, number of layers or experts per token, is
-                longer than its sequence, or holds an expert twice in a token or out of range; or a `MoEFeedForward`
-                would have tokens without experts.
+            ValueError: the model has no router; an array is not [sequence, layer, top-k] integers, has other numbers of
+                layers or experts, or is longer than its sequence; a token has an expert twice or out of range; or a
+                `MoEFeedForward` would have tokens without experts.
         """
         routers = _routers("from_rollouts", model)
         choices = choices_of_rollouts(model, routers, rollouts, attention_mask, lengths)
@@ -137,7 +137,7 @@ class RoutingReplay:
 
         Raises:
             ValueError: the model has other routers than the record, a router runs more or less often than in the
-                record, a choice does not fit its tokens, or an expert is out of range.
+                record, a choice does not fit its tokens, or an expert is out of range (on a GPU, an assertion).
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))

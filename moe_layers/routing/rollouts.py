@@ -86,7 +86,7 @@ def _positions(
 
 
 def _of_padded(attention_mask: Tensor, num_sequences: int) -> list[Tensor]:
-    """Return the tokens of each sequence in a flattened batch with padding."""
+    """Return the token indices of each sequence in the flattened batch, without padding."""
     if attention_mask.dim() != 2 or len(attention_mask) != num_sequences:
         raise ValueError(
             f"RoutingReplay.from_rollouts: attention_mask must be [B={num_sequences}, S], "

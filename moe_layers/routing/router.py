@@ -33,8 +33,8 @@ class TopKRouter(nn.Module):
     The selection bias is the buffer `selection_bias` [E]. Its updates are small, so it stays float32 when the module is
     converted to a shorter dtype.
 
-    `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain the counts. They are not a
-    buffer, because each rank has its own counts and DistributedDataParallel would overwrite them with the first rank's.
+    `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain the counts. The counts are no
+    buffer, because each rank has its own and DistributedDataParallel would overwrite them with the first rank's.
 
     Args:
         router: the settings; None for `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
@@ -231,7 +231,7 @@ class TopKRouter(nn.Module):
         self,
         choices_per_expert: Tensor,  # [E]
     ) -> None:
-        """Add to `expert_counts`, except in a recomputation.
+        """Add the counts of a forward to `expert_counts`, except in a recomputation.
 
         Shapes: choices_per_expert [E].
         """

@@ -23,7 +23,7 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, check_engine, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # up to the first number, else the whole name
+_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # layer of a tensor: its name up to the first number, else the whole name
 
 
 def iter_weights(

@@ -13,7 +13,7 @@ from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # names of the inner module in torch.compile and others
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # inner modules of torch.compile and checkpoint wrappers
 SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -59,7 +59,7 @@ class Reader(NamedTuple):
     dtype: torch.dtype
 
     def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
-        """Yield each persistent tensor of a model once. Nothing is read before its `read` is called."""
+        """Yield each persistent tensor of a model once. A tensor is read only when `Value.read` is called."""
         yield from self._walk(model, "", {}, {})
 
     def _walk(
@@ -162,7 +162,7 @@ def _join(path: str, name: str) -> str:
 
 
 def gathered(name: str, tensor: Any) -> Tensor:
-    """Return the full tensor. All ranks call this in the same order. Passed as `local_share`, it keeps all experts."""
+    """Return the full tensor. All ranks must call this in the same order. As `local_share`, this keeps all experts."""
     tensor = tensor.detach()
     if is_dtensor(tensor):
         from ..parallel.collectives import full_tensor

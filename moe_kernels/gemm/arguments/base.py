@@ -1,4 +1,4 @@
-"""The base of the catalog's argument classes, and the parts of their keys.
+"""Base of the catalog's argument classes, and helpers that build their selection and table keys.
 
 Any object with `__dlpack__` may be passed as a tensor. Its memory is used without a copy. `error` reports shapes,
 dtypes and devices that no kernel supports. A single kernel's requirements are in its metadata.
@@ -25,8 +25,8 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return (dtype, whether each axis is contiguous, whether address and strides are multiples of 16 bytes as TMA
-    needs, whether strides above a cache line are whole cache lines)."""
+    """Return (dtype, contiguity of each axis, is_aligned, has_lines). `is_aligned`: the address and other strides are
+    multiples of 16 bytes, as TMA needs. `has_lines`: every stride longer than a cache line is a multiple of it."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -62,7 +62,7 @@ _PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
 
 
 class Arguments(abc.ABC):
-    """Base of the argument classes: A, the operands by name, and the checks that hold for all kernels."""
+    """Base of the argument classes. Gives the operands by name and makes the checks that hold for all kernels."""
 
     A: Tensor
     out: Tensor
@@ -114,7 +114,7 @@ class Arguments(abc.ABC):
         return self.A.device, *[layout_of(getattr(self, name)) for name in self.operand_names]
 
     def _expect(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> str | None:
-        """Return the error of an optional tensor's shape and dtype, or None."""
+        """Return the error in the shape or dtype of an optional tensor, or None if the tensor fits or is absent."""
         tensor = getattr(self, name)
         if tensor is None:
             return None

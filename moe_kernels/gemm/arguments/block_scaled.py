@@ -1,4 +1,4 @@
-"""Arguments of a grouped GEMM of e4m3 operands. Each block of 1 x 128 in rows, 128 x 128 in matrices has a scale."""
+"""Arguments of a grouped GEMM of e4m3 operands, with a scale per 1 x 128 block of A and 128 x 128 block of B."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...types import TileTable
 from .base import RowArguments
 
 # A GEMM with this many columns or more reads a copy of the rows instead of gathering them. This saves about a tenth of
-# the GEMM's time. The copy's time does not depend on the columns: on an H200 it equalled the saving at 2048 columns.
+# the GEMM's time. The copy's time does not depend on the number of columns. It equalled the saving at 2048 on an H200.
 COLUMNS_WORTH_A_COPY = 4096
 
 

@@ -29,7 +29,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # from `make_jagged_table`, which also writes the zeros
+    tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes the other rows of out
     epilogue: str | None = None  # no kernel applies one so far
 
     def shape_error(self) -> str | None:
@@ -48,7 +48,7 @@ class JaggedGemmArguments(Arguments):
     def grouped(self, num_groups: int) -> GroupedGemmArguments:
         """Return the same product as a grouped GEMM, with B repeated for each group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # A single group's stride is never used, but TMA accepts only some strides. Set the stride of adjacent matrices.
+        # With one group the group stride is not used, but TMA rejects some values. Set the stride of adjacent matrices.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(

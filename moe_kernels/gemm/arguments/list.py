@@ -13,15 +13,15 @@ from torch import Tensor
 from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
-# The number of fields of a table row: addresses, sizes and leading dimensions in the order of `Problem`; two bits (1 if
-# A, 2 if B is stored by columns); the first tile and the end tile. The number is even, so that the tile list after the
-# rows is aligned to 16 bytes.
+# Number of fields of a table row: the nine addresses, sizes and leading dimensions of a `Problem`; a bit mask of the
+# operands stored by columns (1: A, 2: B); the first tile and the end tile. The number is even, so that the tile list
+# after the rows is aligned to 16 bytes.
 NUM_FIELDS = 12
 
 
 class Problem(NamedTuple):
-    """One product. Each operand is stored by rows or by columns. Its leading dimension is the stride of the axis that
-    is not contiguous."""
+    """One product. Each operand is stored by rows or by columns. The leading dimension of an operand is the stride of
+    the axis that is not contiguous."""
 
     pointers: tuple[int, int, int]  # A, B, out
     sizes: tuple[int, int, int]  # M, N, K
@@ -53,15 +53,15 @@ class ProblemTable(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """Properties of all problems together, for selection and kernels. Problems with an empty output count in `problems`
-    only."""
+    """Properties of all problems together, for selection and kernels. Problems with an empty output are in `problems`
+    but affect no other field."""
 
     problems: list[Problem]
     num_filled: int
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
     whole: bool  # all contiguous axes are multiples of 16 bytes long
-    separate: bool  # no row of an operand overlaps the next
+    separate: bool  # in A and B, no stored row or column overlaps the next one
     largest: tuple[int, int, int]  # M, N, K
     depths: frozenset[int]
     area: int  # sum of M * N
@@ -159,8 +159,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Collect the properties in one pass over the problems, which must be free of errors. The pass is a call's main
-        cost on the CPU."""
+        """Return the properties of all problems, collected in one pass. Problems must have no errors. The pass is the
+        main CPU cost of a call."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()

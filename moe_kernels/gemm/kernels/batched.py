@@ -1,6 +1,6 @@
 """Batched GEMM computed by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
 
-The rows are the flattened rows of A and out. The tile table is made from sizes that the host knows. If B has no
+A and out are viewed as [L * M, columns]. The tile table is made from sizes that the host knows. If B has no
 batch axis, all rows form one group.
 """
 
@@ -25,7 +25,7 @@ _TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that 
 
 
 class BatchedGemm(WrappedGroupedGemm):
-    """A grouped GEMM kernel on batches whose matrices are stored one after another."""
+    """Computes `out[l] = A[l] @ B[l]` by a grouped GEMM kernel. The matrices of A and of out must be adjacent."""
 
     arguments_class = GemmArguments
     form = "gemm"
@@ -58,7 +58,7 @@ class BatchedGemm(WrappedGroupedGemm):
         return self.grouped.scratch_bytes(_grouped(args))
 
     def metadata_bytes(self, args: GemmArguments) -> int:
-        """Return the bytes of the tile table plus the offsets it is built from."""
+        """Return the number of bytes of the tile table and its offsets, or 0 if `args` has the table."""
         num_bytes = self.grouped.metadata_bytes(_grouped(args))
         return num_bytes + _offsets_bytes(args) if num_bytes else 0
 
@@ -82,7 +82,7 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _grouped(args: GemmArguments) -> GroupedGemmArguments:
-    """Return the same product as a grouped GEMM without offsets. No row follows the last group."""
+    """Return the same product as a grouped GEMM without offsets. No row after the last group needs zeros."""
     b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
     table = args.tile_table
     return GroupedGemmArguments(

@@ -20,14 +20,14 @@ from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
 _MULTIPLICATIONS_PER_BYTE = 50  # about half of tensor-core speed / memory bandwidth, from A100 to B200
-_BOUNDS_BLOCK = 128  # tile height of the tables of weight gradients, which do not read the tiles
+_BOUNDS_BLOCK = 128  # tile height in tables of weight gradients, whose kernels do not read the tiles
 
 
 class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the work and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group and one step of the reduction."""
+        """Return the cost of one group for one index along K: multiplications, or reading B if that takes longer."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
@@ -95,8 +95,8 @@ class GroupedGemmKernel(RowTileKernel):
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """Return the error of `preactivation`, or None. The requirements on `out` apply, and the up half must be
-        aligned like a separate matrix."""
+        """Return the error of `preactivation`, or None. The requirements on `out` also apply here. With a gated
+        activation, the up half must be aligned like a separate matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None
@@ -113,7 +113,7 @@ class WrappedGroupedGemm(Kernel):
     """Base of kernels that compute another kind of product by running a grouped GEMM kernel with a suitable tile
     table."""
 
-    form: str  # name of this product, instead of "grouped_gemm" in the kernel's name
+    form: str  # name of the kind of product; replaces "grouped_gemm" in the kernel's name
 
     def __init__(self, grouped: GroupedGemmKernel, suffix: str = ""):
         name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
@@ -144,11 +144,11 @@ class WgradKernel(Kernel):
         return tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
     def estimate(self, args: WgradArguments) -> float:
-        """Return the cost of one group and one step of the reduction."""
+        """Return the number of multiplications of one group for one row, padding included."""
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
-        """Return the tile table in `args`, or a new one. Kernels read only its bounds and its order of the groups."""
+        """Return the tile table in `args`, or a new one. Kernels read only the table's `bounds` and `order`."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
         return args.tile_table

@@ -27,7 +27,7 @@ from .tma_wgrad import TMA_WGRAD_KERNELS
 
 
 class JaggedGemm(WrappedGroupedGemm):
-    """A grouped GEMM kernel, given a tile table for packed rows that share B."""
+    """Computes `JaggedGemmArguments` by a grouped GEMM kernel, with a tile table over the packed rows."""
 
     arguments_class = JaggedGemmArguments
     form = "jagged_gemm"
@@ -71,7 +71,7 @@ class JaggedGemm(WrappedGroupedGemm):
         return table is not None and table.block_rows == height and len(table.bounds) == num_groups + 2
 
     def estimate(self, args: JaggedGemmArguments) -> float:
-        """Return the multiplications of one reduction step, padding included."""
+        """Return the number of multiplications for one index along K, padding included."""
         num_groups = self._num_table_groups(args)
         return num_groups * padded(cdiv(len(args.A), num_groups), args.B.shape[1], self.metadata.design)
 
@@ -153,7 +153,7 @@ def _jagged_table_kernel(
     PROGRAM_ENTRIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each program writes PROGRAM_ENTRIES table entries and its share of the zeros. Grid: (programs,)."""
+    """Each program writes PROGRAM_ENTRIES table entries and zeroes some rows outside the groups. Grid: (programs,)."""
     program = tl.program_id(0)
     group = tl.arange(0, G_P2)
     raw_starts = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)

@@ -108,7 +108,7 @@ class BlockScaledKernel(RowTileKernel):
 
 
 class PointerBlockScaledGemm(BlockScaledKernel):
-    """One program computes one tile."""
+    """Computes `BlockScaledGemmArguments` through pointers. One program computes one tile of out."""
 
     def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
         if not args.out.numel():

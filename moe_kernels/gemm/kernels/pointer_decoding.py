@@ -64,7 +64,7 @@ def _decoding_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of the rows of one tile of the table, BLOCK_M rows at a time.
+    """One program writes BLOCK_N columns of A @ B[g] + bias[g] for one tile of the table, BLOCK_M rows at a time.
     Grid: (capacity * cdiv(N, BLOCK_N),)."""
     N: tl.constexpr = OUT if TRANSPOSED else IN
     K: tl.constexpr = IN if TRANSPOSED else OUT
@@ -138,7 +138,7 @@ def _decoding_gemm_kernel(
 
 @dataclass(frozen=True)
 class DecodingGemmOperands:
-    """out[start:end] = A[start:end] @ the decoded B[g]."""
+    """Requirements on the operands of out[start:end] = A[start:end] @ B[g], except the quantised B."""
 
     A: Operand
     out: Operand
@@ -153,7 +153,7 @@ class DecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction. Each tile of rows decodes the weight again. Loads
+        """Return the cost of one group for one index along K. Each tile of rows decodes the weight again. Loads
         of less than a cache line from a row of the weight are slower."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
         row_tiles = max(cdiv(args.rows_per_group, block_m), 1)

@@ -22,7 +22,7 @@ from .tma import load_bias
 
 _TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
 _MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; above it a warp-specialised kernel is faster
-_READING = 100  # cost of reading a column of a weight, in the unit of `RowTileKernel.estimate`
+_READING = 100  # cost of reading one value of a weight, in the unit of `RowTileKernel.estimate`
 _SHORT_REDUCTION = 1024
 
 
@@ -86,16 +86,16 @@ def _streaming_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of the product for the rows of one tile of the table, BLOCK_M rows at a
-    time. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
+    """One program writes BLOCK_N columns of A @ B[g], and their activation if any, for one tile of the table,
+    BLOCK_M rows at a time. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
     GATED: tl.constexpr = FORWARD is not None
     BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of out in a tile
     columns = N // 2 if GATED else N  # columns of out
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK
-    # The entry is loaded before the test, so that both latencies overlap. Entries past the last tile have arbitrary
-    # values.
+    # The table entry is loaded before the number of tiles is checked, so that both loads overlap. The entry is not used
+    # past the last tile.
     group = tl.load(tiles_ptr + 2 * tile)
     place = tl.load(tiles_ptr + 2 * tile + 1)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
@@ -143,7 +143,7 @@ def _streaming_kernel(
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
-    """Takes contiguous or gathered rows of A, and B stored as [G, N, K]. The epilogue is none or a gated activation."""
+    """Computes `GroupedGemmArguments` with B stored as [G, N, K] and no epilogue or a gated one. A may be gathered."""
 
     @property
     def epilogues(self) -> tuple[str, ...]:
@@ -160,9 +160,9 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         return SUPPORTED
 
     def estimate(self, args: GroupedGemmArguments) -> float:
-        """Return the cost of one group and one step of the reduction. Each tile of rows reads the weight again.
+        """Return the cost of one group for one index along K. Each tile of rows reads the weight again.
 
-        The tiles cover the average number of rows plus twice the deviation, which is enough for most groups.
+        The tiles cover the average number of rows plus two standard deviations, which is enough for most groups.
         """
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape

@@ -1,7 +1,7 @@
 """Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
 
 The output is written through ragged descriptors, so a tile that is only partly in a group writes only its own rows.
-With an activation, a tile multiplies A with the same columns of both halves of B and stores both products, rounded, in
+With an activation, a tile multiplies A by the same columns of B's gate half and up half and stores both, rounded, in
 `preactivation`. The kernel then adds the bias to the stored values and writes their activation to `out`. Without an
 activation, the bias is added before the product is rounded.
 """
@@ -223,7 +223,7 @@ def _kernel(
     return cls(KernelMetadata(name, cls, min_cc, operands, design, epilogue, max_cc, optional_operands=optional))
 
 
-# Measured on Hopper: one pipeline over all tiles pays only without a gather, and smaller tiles were never the fastest.
+# Measured on Hopper: one pipeline over all tiles is faster only without a gather. Smaller tiles were never the fastest.
 _FLAT = _design((128, 256, 64), 8, 4, flatten=True)
 _GATHER = _design((128, 256, 64), 8, 4, gather=True)
 # Blackwell was not measured. With three stages, the pipeline over all tiles and a bias fit into shared memory.

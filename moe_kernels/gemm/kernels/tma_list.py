@@ -19,7 +19,7 @@ from .problem_table import GroupedGemmListKernel, TmaArrayDesign, tile_origin, t
 
 @triton.jit
 def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Describe the matrix as stored in memory: `columns` is its contiguous axis."""
+    """Make a descriptor of a matrix as stored in memory. `columns` is the length of the contiguous axis."""
     return tl.make_tensor_descriptor(
         address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
     )
@@ -137,7 +137,7 @@ def _kernels(
     for per_sm in choices:
         design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
-        # Blackwell gets no smallest tile, because Triton 3.6 and 3.7 spill registers there.
+        # The smallest tile is not for Blackwell, because Triton 3.6 and 3.7 spill registers there.
         max_cc = 90 if tile == (64, 64, 64) else 103
         kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=max_cc), first)
         first = first or kernel

@@ -14,7 +14,7 @@ from .ragged import load_ragged, ragged_descriptor
 
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
-    """Load these columns of the rows' tokens, with zeros from row `end` on."""
+    """Load `columns` of the tokens row_to_token[rows], with zeros from row `end` on."""
     # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
@@ -44,7 +44,7 @@ def _tma_wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Each program writes every num_programs-th [BLOCK_K, BLOCK_N] tile. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th [BLOCK_K, BLOCK_N] tile of A.T @ dout. Grid: (number of SMs,)."""
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     if a_row_to_token_ptr is None:
@@ -128,7 +128,7 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# The design with a gather has two more stages, because loading a tile's index before its rows takes two.
+# The design with a gather has two more stages, because loading the row indices before the rows takes two stages.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

@@ -81,7 +81,7 @@ def _backward(ctx, dout):
 
 
 def _summed_product(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Return left @ right. If `dim` is 2, the products are summed over the batch, as a part of the reduction."""
+    """Return left @ right. If `dim` is 2, return the sum over the batch, computed as one longer reduction."""
     if dim == 2 and left.dim() == 3:
         left = left.transpose(0, 1).flatten(1)  # [M, L * K]
         right = right.flatten(0, 1)  # [L * K, N]

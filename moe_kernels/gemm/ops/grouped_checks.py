@@ -72,7 +72,7 @@ def check_wgrad(
     out: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> torch.dtype:
-    """Check the operands of `grouped_gemm_wgrad` like `check_product`."""
+    """Return the dtype of the result. Raise ValueError unless all operands of `grouped_gemm_wgrad` fit together."""
     sizes = check_shapes("grouped_gemm_wgrad", a=(a, "R K"), dout=(dout, "R N"), offsets=(offsets, "G"))
     check_same_dtype("grouped_gemm_wgrad", a=a, dout=dout)
     if a.dtype == FLOAT8:
@@ -104,7 +104,7 @@ def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
 
 
 def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
-    """Raise ValueError if `out` is expanded (elements share memory), or if a tensor requires a gradient."""
+    """Raise ValueError if `out` is expanded (elements share memory), or if `out` or an input requires a gradient."""
     check_no_gradient(op, "out=", out, *inputs)
     if overlaps_itself(out):
         raise ValueError(f"{op}: out must not overlap itself, got strides {out.stride()} of shape {list(out.shape)}")

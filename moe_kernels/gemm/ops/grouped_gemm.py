@@ -173,7 +173,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # the GEMM and the pass share it
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # shared by both launches
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)

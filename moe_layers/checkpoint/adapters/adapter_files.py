@@ -1,9 +1,9 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
-For each adapted parameter [E, out, in] of an experts module, PEFT stores `lora_A.weight` and `lora_B.weight`. Their
-names contain one `base_layer` for each wrapper that is further out. The wrapper of the module's first parameter is
-innermost. For parameters in 4 bits, which are parametrizations, the first name in the alphabet is innermost. The widths
-of gated experts tell which order a file has.
+PEFT wraps an experts module once per adapted parameter [E, out, in], and stores `lora_A.weight` and `lora_B.weight` of
+each wrapper. Their names contain one `base_layer` per enclosing wrapper. The module's first parameter has the innermost
+wrapper. Among parameters in 4 bits, which are parametrizations, the first name in the alphabet has the innermost
+wrapper. The widths of gated experts tell which order a file has.
 
     orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
     orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
@@ -89,7 +89,7 @@ class PeftAdapter:
 
 @dataclass(frozen=True)
 class _Pair:
-    """The two tensors of one parameter."""
+    """lora_A and lora_B of one parameter, as the file stores them."""
 
     prefix: str
     parameter: str
@@ -223,8 +223,8 @@ def _orientation(pairs: list[_Pair], config: dict, asked: str | None) -> tuple[s
 
 
 def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
-    """Return the orientation that the widths of gated experts tell, or None. Only one fits, because 2F is not F."""
-    told: dict[str, str] = {}  # orientation -> a layer whose shapes tell it
+    """Return the only orientation that fits the shapes, or None if no layer adapts both parameters of gated experts."""
+    told: dict[str, str] = {}  # orientation -> first layer whose shapes fit only this orientation
     for prefix, of_layer in _by_prefix(pairs).items():
         sizes = {pair.parameter: (pair.a.shape[1], len(pair.b)) for pair in of_layer}
         if not {"gate_up_proj", "down_proj"} <= sizes.keys():
@@ -281,8 +281,8 @@ def write_adapter(
     """Write an adapter file. Values keep every bit; adapters of other modules are copied.
 
     Args:
-        layout: "peft". "vllm_3d": the same tensors, for models whose experts vLLM reads as three axes; both parameters
-            must be adapted. "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc.
+        layout: "peft" or "vllm_3d" (the same tensors, for models whose experts vLLM reads as 3 axes; both parameters
+            must be adapted). "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc.
         orientation: the orientation in which layout "peft" is written.
         interleaved: write the rows of the up parameter as gate 0, up 0, gate 1, ...
 

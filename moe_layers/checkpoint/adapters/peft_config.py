@@ -30,7 +30,7 @@ def check_plain(config: dict) -> None:
 
 
 def check_mergeable(config: dict) -> None:
-    """Raise ValueError unless adding the factors' product to the stored weights [out, in] merges them."""
+    """Raise ValueError unless adding lora_B @ lora_A, scaled, to the stored weights [out, in] merges the adapter."""
     got = {name: config[name] for name in ("fan_in_fan_out", "layer_replication") if config.get(name)}
     if (initial := config.get("init_lora_weights")) not in _INITIAL:
         got["init_lora_weights"] = initial
@@ -60,6 +60,6 @@ def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
 
 
 def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
-    """Return the first value whose pattern matches the end of a name, as PEFT does."""
+    """Return the value of the first pattern that matches the end of a name, as PEFT does, else `default`."""
     patterns = config.get(kind) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

@@ -84,7 +84,7 @@ class Block:
     weights: dict[str, tuple[str, Group]]
 
     def patterns(self) -> set[str]:
-        """Return the names with "{e}" in place of the expert's number."""
+        """Return the names of the weights with "{e}" in place of the expert's number."""
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def tensors(self, experts: range) -> list[str]:
@@ -103,7 +103,7 @@ class Block:
 
 
 def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
-    """Return the tuples of keys that a shared expert may have. Names of keys are relative to the block."""
+    """Return each known set of a shared expert's tensors as a tuple of keys. Names are relative to the block."""
     return [
         tuple(Key(at + key.name, key.parts) for key in keys)
         for at in _SHARED_AT
@@ -124,7 +124,7 @@ def check_names(prefix: str, layout: Layout) -> None:
 def find_blocks(names: Iterable[str]) -> list[Block]:
     """Return all MoE blocks, in the order of their layers.
 
-    A block is a prefix of both a tensor of experts and the weight of a router.
+    A prefix names a block if both a router's weight and tensors of experts begin with it.
     """
     weights = group_names(names)
     prefixes = _prefixes(weights)

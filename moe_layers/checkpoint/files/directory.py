@@ -75,7 +75,7 @@ class CheckpointFiles:
     """The names, shapes and bytes of a checkpoint's tensors. As a context manager it closes the files.
 
     Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
-    not used may be missing: `require` checks the others.
+    not used may be missing: `require` checks that the needed shards exist.
 
     Raises:
         ValueError: no weights, a damaged file, or a file that lacks a tensor listed in the index.
@@ -185,7 +185,7 @@ class CheckpointFiles:
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a contiguous host tensor, which must outlive the view."""
+    """Return a view of a contiguous host tensor's bytes. The tensor must outlive the view."""
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 

@@ -42,7 +42,7 @@ class HubModel:
         return folder if (folder / INDEX).is_file() else self.download((SINGLE,))
 
     def download(self, files: Iterable[str]) -> Path:
-        """Download the files that exist."""
+        """Download those of the files that the model has. Return the folder of the local cache."""
         hub = importlib.import_module("huggingface_hub")
         try:
             folder = Path(hub.snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))

@@ -87,7 +87,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the number of scales does not tell if one block spans both gate and up rows."""
+        """Return whether the number of scales is the same with and without a block that spans both gate and up rows."""
         if len(self.parts) == 1 or self.interleaved:
             return False
         axis = -1 if self.transposed else -2
@@ -162,7 +162,7 @@ class Layout:
 
 
 def _separate(gate: str, up: str, down: str, *, bias: bool = True) -> tuple[Key, ...]:
-    """Return the keys of one linear layer per projection."""
+    """Return keys with one tensor per projection: gate (if it has a name), up and down."""
     parts = {"gate": gate, "up": up, "down": down}
     weights = tuple(Key(f"{name}.weight", (part,)) for part, name in parts.items() if name)
     return weights + tuple(Key(f"{name}.bias", (part,), bias=True) for part, name in parts.items() if name and bias)
@@ -237,7 +237,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
     """Return the layout to write.
 
     Args:
-        encoding: encoding of the matrices. "mxfp4" also has a layout of its own.
+        encoding: encoding of the matrices. With "mxfp4", layouts that exist only in MXFP4 are also allowed.
 
     Raises:
         ValueError: the name is unknown, or the layout has no tensors for such experts (gated or plain) or for biases.

@@ -95,7 +95,7 @@ def choose_layout(
         recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
 
     Raises:
-        ValueError: no layout has these names, or several fit and nothing decides between them.
+        ValueError: no layout has the block's tensor names, or several layouts fit and nothing decides between them.
     """
     candidates = _candidates(block, gated, recorded)
     if not candidates:

@@ -226,7 +226,7 @@ class Planner:
         return describe(self.files, full, group, self.float8_block, self.problems)
 
     def _stacked(self, name: str) -> Stored | None:
-        """Return a weight that holds all experts, or None. Report no problems yet."""
+        """Return a weight if it holds all experts, else None. Problems of the weight are reported later, by `_fill`."""
         if name not in _STACKED:
             return None
         full, group = self.block.weights[name]

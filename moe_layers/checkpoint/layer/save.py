@@ -38,13 +38,13 @@ def save_layer(
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
     Names and configuration are those of the model from which the layer was read. A layer without such a model gets this
-    package's names, and `config.to_dict()` as its configuration. Its `noise` and `assignment` are not saved. Experts in
+    package's names, and `config.to_dict()` as its configuration, without `noise` and `assignment`. Experts in
     block FP8 or MXFP4 are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
         layout: layout of the experts: "per_expert", "fused", "transposed", "interleaved", ... "mxfp4" is gpt-oss's
-            layout, for experts in this format. None means the source's layout, if possible, else "per_expert".
+            layout, for experts in this format. None means the layout that was read, if possible, else "per_expert".
 
     Raises:
         ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,

@@ -139,7 +139,7 @@ def _write_new_files(
 def _check_written(
     directory: Path, held: dict[str, TensorInfo], written: dict[str, TensorInfo], known: set[str]
 ) -> None:
-    """Raise ValueError unless the new files have the modules' names, and as many elements by dtype as the old."""
+    """Raise ValueError unless the new files have the modules' names and the old files' number of elements per dtype."""
     if unknown := sorted(set(written) - known):
         raise ValueError(f"repair: transformers must write the names of its modules, got {first_three(unknown)}")
     before, after = _elements(held), _elements(written)

@@ -48,7 +48,7 @@ class BlockSurvey:
 
 
 def survey(files: CheckpointFiles) -> list[BlockSurvey]:
-    """Return all MoE blocks.
+    """Return a survey of each MoE block.
 
     Raises:
         ValueError: a file is damaged or missing, or the configuration is missing.
@@ -107,7 +107,7 @@ def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
 def _match(
     block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[Sizes | None, list[str]]:
-    """Return the sizes of a layout's tensors, and the errors of those that do not fit."""
+    """Return the experts' sizes if they have this layout, and errors for the tensors that do not fit the layout."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name_of(min(numbers, default=0))
@@ -133,7 +133,7 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return errors for a layout's missing and wrongly sized tensors. Zero experts have no matrix "down"."""
+    """Return errors for missing, wrongly sized and left over tensors. Zero experts have no matrix "down"."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):

@@ -222,8 +222,8 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
 
 
 def set_lora(layer: nn.Module, names: str | Sequence[str]) -> None:
-    """Choose the active adapters, whose sum the experts add. Other adapters get no gradient. An empty sequence
-    deactivates all adapters.
+    """Activate the adapters in `names` and deactivate all others. The experts add the sum of the active adapters.
+    Inactive adapters get no gradient.
 
     Raises:
         ValueError: the layer has no adapter with one of the names.

@@ -71,7 +71,7 @@ def merge_lora(
     merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
     is_quantized = isinstance(experts.w_up, QuantizedExperts)
-    becomes_plain = is_quantized and not requantize  # both weights, because the op takes no mixture
+    becomes_plain = is_quantized and not requantize  # both weights become plain, because the op takes no mixture
     changed = [each for each in TARGETS if becomes_plain or getattr(merged, f"{each}_a") is not None]
     quantized = changed if is_quantized else []
     new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}
@@ -154,7 +154,7 @@ def unmerge_lora(layer: nn.Module) -> None:
     """Undo `merge_lora(keep_base=True)`: restore the weights bit by bit, and the adapters.
 
     Raises:
-        ValueError: the last merge kept no base, or the experts were sharded after it.
+        ValueError: the last merge did not set `keep_base`, or the weights were sharded or converted after the merge.
     """
     experts: Any = layer.experts
     if experts.unmerged is None:

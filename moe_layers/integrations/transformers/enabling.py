@@ -105,7 +105,7 @@ class _State:
     places: list[Place]
     hooks: list[RemovableHandle]  # hooks on modules that hold experts
     models: list[nn.Module]  # transformers models, which may have `peft_config`
-    adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked
+    adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked, by adapter
 
     def check_targets(self) -> None:
         warn_of_missed_targets(self.models, self.experts, self.adapters)
@@ -194,9 +194,9 @@ def _check_new_targets(holder: nn.Module) -> None:
 
 
 def _check_targets(holder: nn.Module, *_: object) -> None:
-    """Check adapters that were added after `enable`. The hook runs before the forward of the first block.
+    """Warn of adapters that were added after `enable` and whose target weights PEFT did not find.
 
-    The hook holds no reference to the model: otherwise a copy of the block would copy the model.
+    This hook of the first block must not refer to the model: otherwise a copy of the block would copy the model.
     """
     _check_new_targets(holder)
 

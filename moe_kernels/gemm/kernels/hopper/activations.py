@@ -1,5 +1,5 @@
-"""Activations for epilogues with 16-bit results. They take a few instructions per value. Their error is far below the
-error of the final rounding.
+"""Activations for epilogues with 16-bit results. Each takes a few instructions per value. Errors of activations are far
+below the error of the final rounding.
 
 A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
 last places of float32 and takes longer. These functions use only the hardware's exp2 and reciprocal, with a relative
@@ -104,7 +104,7 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
 
 @gluon.jit
 def _product_backward(value, slope, up, dactivated):
-    """Return value(gate) * up, dgate and dup."""
+    """Return (value * up, dgate, dup). `value` is a function of the gate, and `slope` the function's derivative."""
     return value * up, dactivated * up * slope, dactivated * value
 
 

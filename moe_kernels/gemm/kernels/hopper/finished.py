@@ -41,7 +41,7 @@ def num_parts(pieces):
 
 @gluon.jit
 def waiting(rounded, PIECES: gl.constexpr):
-    """Return the halves of a rounded tile in the form that is kept in registers."""
+    """Return the halves of a rounded tile as registers keep them: packed if an activation follows (PIECES > 0)."""
     if PIECES:
         left, right = halves(rounded)
         return packed(left), packed(right)
@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, None replaces the object."""
+    """A bias [G, N] with rows of whole 16 bytes. Functions take None instead of this object if there is no bias."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -98,7 +98,7 @@ def _activated_pairs(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Return the activation. Compute 16 pairs of columns at a time, or 8 with a bias, which also takes registers."""
+    """Return the packed activation. Compute 16 pairs of columns at a time, or 8 with a bias, to save registers."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -135,7 +135,7 @@ def piece_of(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
 def _write_activated(
     pairs,
     up_pairs,
-    at,  # Finished
+    at,  # Finished: position of the tile
     first,  # first column of all pieces in the activation
     bias,
     desc,
@@ -161,7 +161,7 @@ def write_part(
     PART: gl.constexpr,
     left,
     right,
-    at,  # Finished
+    at,  # Finished: position of the tile
     bias,  # added before the activation
     out_desc,
     activated_desc,
@@ -170,8 +170,8 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Write part 0 (left half), 1 (right half) or a piece of the activation of a finished tile. A plain activation
-    has the pieces of the left half, then the pieces of the right half."""
+    """Write one part of a finished tile: 0 is the left half, 1 the right half, and later parts are pieces of the
+    activation. Pieces of a plain activation cover the left half first, then the right half."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
@@ -204,7 +204,7 @@ def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.c
 def write_last(
     left,
     right,
-    at,  # Finished
+    at,  # Finished: position of the tile
     bias,  # added before the activation
     out_desc,
     activated_desc,
@@ -230,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate unchanged. It replaces the activation for rows of the tail, which become zeros."""
+    """Return the gate unchanged. Tiles of the tail use this function as activation, because they become zeros."""
     return gate

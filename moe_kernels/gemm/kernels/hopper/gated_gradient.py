@@ -19,14 +19,14 @@ if OBSTACLE is None:
     from .activations import BACKWARD
     from .gated_gradient_device import activation_gradient_kernel
 
-_ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # those with a gradient in `hopper/activations.py`
+_ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # keys of `BACKWARD` in `hopper/activations.py`
 _PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step
 _SPACING = 3  # reduction steps from one piece to the next
 _LEAST_STEPS = _PIECES * _SPACING
 
 
 class WarpSpecializedActivationGradient(RowTileKernel):
-    """Takes contiguous or gathered rows of A."""
+    """Computes `ActivationGradientArguments` with contiguous or gathered rows of A."""
 
     arguments_class = ActivationGradientArguments
     obstacle = OBSTACLE

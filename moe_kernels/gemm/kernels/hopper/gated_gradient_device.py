@@ -3,8 +3,8 @@
 The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
 Among the next tile's first reduction steps, every SPACING-th one also computes a piece of the finished tile's columns.
 The steps in between give the tensor cores work for that time. A consumer has two buffers for pieces of H, the
-preactivation. It overwrites a piece of H with dH and stores dH. The last step before a piece starts to load the piece
-after it. The first two pieces of a tile are loaded before the tile is finished.
+preactivation. It overwrites a piece of H with dH and stores dH. The last step before piece p starts to load piece
+p + 1. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -22,7 +22,7 @@ from .tiles import Tiles, tile_at
 class Staged:
     """A consumer's buffers in shared memory for two pieces of a tile."""
 
-    gate: gl.shared_memory_descriptor  # gate columns of H, then of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], as `up`
+    gate: gl.shared_memory_descriptor  # gate columns of H, later of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], like `up`
     up: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
     arrived: gl.shared_memory_descriptor  # barriers: H has arrived
@@ -129,7 +129,7 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
-    kept = packed(total.to(dtype))  # product of the finished tile, which the variables `last_...` describe
+    kept = packed(total.to(dtype))  # product of the finished tile; the variables `last_...` describe the tile
     # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
@@ -214,7 +214,7 @@ def activation_gradient_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program computes every num_programs-th tile of the product. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of dH, `weighted` and `row_sums`. Grid: (number of SMs,)."""
     num_row_tiles = gl.load(num_tiles_ptr)
     tiles = Tiles(
         tiles_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, None

@@ -31,7 +31,7 @@ if OBSTACLE is None:
     from .grouped_device import grouped_gemm_kernel
 
 
-_MOST_WALKED = 32  # maximum number of groups, one per lane: see `hopper/tiles.py`
+_MOST_WALKED = 32  # maximum number of groups without a tile table, one per lane: see `hopper/tiles.py`
 _PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
 
 
@@ -74,7 +74,7 @@ def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
-    """Takes contiguous or gathered A. With an epilogue, `preactivation` is the product and `out` its activation."""
+    """`out[start:end] = epilogue(A[start:end] @ B[g] + bias[g])`; `preactivation` is A @ B[g]. A may be gathered."""
 
     obstacle = OBSTACLE
 
@@ -137,7 +137,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         )
 
     def _extra(self, args: GroupedGemmArguments) -> tuple[Any, ...]:
-        """Return the kernel's arguments for the second pair of operands."""
+        """Return the five kernel arguments for `extra_a` and `extra_b`."""
         if args.extra_a is None:
             return (None,) * 5
         block_m, _, block_k = self.metadata.design.tile_shape

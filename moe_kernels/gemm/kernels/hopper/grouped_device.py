@@ -9,7 +9,7 @@ from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
 from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
-LONG_REDUCTION = gl.constexpr(16)  # steps
+LONG_REDUCTION = gl.constexpr(16)  # steps from which warpgroups without rows multiply, too: see `_consume`
 
 
 @gluon.jit
@@ -179,7 +179,7 @@ def grouped_gemm_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of FORWARD(A @ B[g] + bias[g]). Grid: (number of SMs,)."""
     if NUM_GROUPS is None:
         entries = tiles_ptr
         num_row_tiles = gl.load(num_tiles_ptr)

@@ -23,7 +23,7 @@ if OBSTACLE is None:
 
 
 class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
-    """Takes contiguous or gathered rows of A."""
+    """Computes `BlockScaledGemmArguments` with contiguous or gathered rows of A."""
 
     obstacle = OBSTACLE
 

@@ -248,7 +248,7 @@ def block_scaled_gemm_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of (A * scale_a) @ (B * scale_b)[g]. Grid: (number of SMs,)."""
     num_row_tiles = gl.load(num_tiles_ptr)
     tiles = Tiles(
         tiles_ptr, bounds_ptr, num_rows, num_row_tiles, num_column_tiles, num_steps, BLOCK_M, GROUP_TILES, None

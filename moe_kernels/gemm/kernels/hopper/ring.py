@@ -75,7 +75,7 @@ def free_slot(ring, step):
 
 @gluon.jit
 def load_step(ring, step, a_desc, a_at, b_desc, b_at):
-    """Producer: start both copies of a step."""
+    """Producer: start to copy both operands of a step."""
     slot = free_slot(ring, step)
     ready = ring.full.index(slot)
     mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -134,7 +134,7 @@ def halves(value):
 
 @gluon.jit
 def joined(left, right):
-    """Return the inverse of `halves`."""
+    """Join a left and a right half of columns, the inverse of `halves`."""
     return gl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 

@@ -25,14 +25,14 @@ if OBSTACLE is None:
     from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
 
 _REGISTERS = 128  # per thread: an SM then runs 16 warps, and tiles of 8 rows do not spill
-_READING = 100  # multiplications of a row that take as long as reading and decoding one value of a weight
+_READING = 100  # cost of reading and decoding one value of a weight; multiplying the value by one row costs 2
 
 
 def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
-    """Return the cost of one group and one step of the reduction.
+    """Return the cost of one group for one index along K.
 
-    Each tile of rows reads the weight again. The tiles cover the average rows plus twice the deviation, enough for most
-    groups. With at most one row per group on average, few groups have rows, and narrow tiles occupy more SMs.
+    Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard deviations,
+    enough for most groups. With at most one row per group, few groups have rows, and narrow tiles occupy more SMs.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)

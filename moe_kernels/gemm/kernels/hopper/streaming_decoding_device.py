@@ -26,7 +26,7 @@ def values_per_64_bytes(FORM):
 
 @gluon.constexpr_function
 def _row_bases(block_out, num_warps):
-    """Return the bases of mma's output rows for lanes, warps and registers. Each warp in turn gets 16 rows."""
+    """Return the linear-layout bases of mma's rows: (lanes, warps, registers). Each warp in turn gets 16 rows."""
     powers = [1 << i for i in range(block_out.bit_length() - 1)]
     return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
 
@@ -75,8 +75,8 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     """Permute the reduction of rows [ROWS, K] to the order in which `_decoded` returns the weight.
 
-    The axes of a chunk of 64 bytes: c, the thread; w, the 4-byte word; the rest, the value in the word. mma multiplies
-    pairs of values (the last axis) of four threads (the axis before it).
+    Axes of a chunk of 64 bytes: c is the thread, w the 4-byte word, the others the value in the word. The last axes of
+    the result are c and q, because mma multiplies pairs of values (q) of four threads (c) at a time.
     """
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # axes c, w, q, j: values j and j + 4 of a word are a pair
@@ -93,7 +93,7 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
         low, high = _decode_mxfp4(stored, scale, NAN_255)
-        # Axes c, w, r, q, o: pair j = 2 * o + r.
+        # Axes c, w, r, q, o, where 2 * o + r is the j of `_mma_order`.
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
     else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
@@ -103,7 +103,7 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 
 @gluon.constexpr_function
 def _mxfp4_assembly(nan_255):
-    """Return assembly that decodes 16 bytes, $16 to $19, to 32 numbers, with one e8m0 scale in the low byte of $20.
+    """Return assembly that decodes the 32 values in $16 to $19, times the e8m0 scale in $20's low byte, to $0 to $15.
 
     Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. A product with a sum of two powers
     of two moves both numbers into bfloat16s: signs to signs, exponents to the lowest exponent bits, fractions to the
@@ -198,7 +198,7 @@ def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.constexpr):
-    """Start the copy of a step of the weight."""
+    """Start to copy the weight's bytes of a step to shared memory."""
     slot = step[0] % STAGES
     mbarrier.expect(full.index(slot), w_desc.block_type.nbytes, pred=pred)
     column = step[1] * w_desc.block_type.shape[-1]
@@ -230,8 +230,8 @@ def streaming_kernel(
     CHUNKS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """One program writes BLOCK_OUT columns of the product for the rows of one tile of the table, ROWS rows at a
-    time. Grid: (capacity * cdiv(OUT, BLOCK_OUT),)."""
+    """One program writes BLOCK_OUT columns of x @ w[g].T + bias[g] for one tile of the table, ROWS rows at a time.
+    Grid: (capacity * cdiv(OUT, BLOCK_OUT),)."""
     NUM_WARPS: gl.constexpr = gl.num_warps()
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     STEPS: gl.constexpr = (IN + VALUES - 1) // VALUES

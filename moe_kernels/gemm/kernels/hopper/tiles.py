@@ -67,8 +67,8 @@ def _plus(x, y):
 
 @gluon.jit
 def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
-    """Return (cumulative tile counts, end rows) [MOST_WALKED] of the groups, clamped like the table's. Lanes past the
-    last group repeat the last group's values."""
+    """Return (cumulative tile counts, end rows) [MOST_WALKED] of the groups. Offsets are clamped as in
+    `make_tile_table`. Lanes past the last group repeat the last group's values."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     group = gl.arange(0, MOST_WALKED, layout=layout)
     raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)

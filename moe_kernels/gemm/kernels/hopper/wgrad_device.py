@@ -73,8 +73,8 @@ def tile_at(tiles, turn):
 
 @gluon.jit
 def steps_for(tiles, num_rows):
-    """Return the number of steps. It is at least two, because two steps write the parts of the previous tile. Steps
-    past a group read zeros."""
+    """Return the number of reduction steps for a group: at least two, because two steps write the previous tile. Steps
+    past the end of the group read zeros."""
     # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses it. It then
     # keeps the first tile's value. Passing the value through assembly counts as a use.
     num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
@@ -213,7 +213,7 @@ def _reduce_tile(
     num_steps,
     left,
     right,
-    at,  # Finished
+    at,  # Finished: position of the previous tile, which `left` and `right` hold
     out_desc,
     buffer,
     WARPGROUP: gl.constexpr,
@@ -309,7 +309,7 @@ def wgrad_kernel(
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ):
-    """Each program writes every num_programs-th tile of out. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of A[start:end].T @ dout[start:end]. Grid: (number of SMs,)."""
     num_tiles = num_groups * num_k_tiles * num_n_tiles
     tiles = Tiles(bounds_ptr, order_ptr, num_tiles, num_k_tiles, num_n_tiles, BLOCK_R, GROUP_TILES)
     GATHER: gl.constexpr = gathered_ptr is not None

@@ -52,7 +52,7 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
     """Return all experts of a model, in the order of its modules.
 
     Args:
-        selectable: ids of the configurations that may select this package's experts for all their modules.
+        selectable: ids of the configurations in which `enable` may set the experts implementation.
 
     Raises:
         ValueError: the model has no experts, or unsupported ones.
@@ -69,7 +69,7 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
     for part in found:
         spec, experts = part.spec, part.experts
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
-        with torch.no_grad():  # otherwise, quantised weights would have to be frozen
+        with torch.no_grad():  # with gradients enabled, quantised weights would have to be frozen
             # Check parameters without reshaping, because DeepSpeed's ZeRO-3 empties them between forwards.
             check_weights(part.name, spec.weights(experts))
     return found

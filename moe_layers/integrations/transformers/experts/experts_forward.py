@@ -37,7 +37,7 @@ SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a Shar
 DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
 TOLD = "_moe_layers_told"  # attribute of experts about which `_tell_once` must not warn
 
-# `changes` maps experts and parameter name to LowRank. Wrappers set it while they call the experts in this thread.
+# `_calls.changes`: experts -> parameter name -> LowRank. PEFT's wrappers set it while they call the experts.
 _calls = threading.local()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,7 +61,7 @@ class ExpertsSpec:
         precision: see `fused_experts`.
     """
 
-    copies: ClassVar[bool] = False  # `w_up` is a copy of the parameters instead of a view
+    copies: ClassVar[bool] = False  # True if `w_up` is a copy of the parameters instead of a view
     activation: Activation
     implementation: str | None
     transposed: bool = False

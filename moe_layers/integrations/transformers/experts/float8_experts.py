@@ -37,7 +37,7 @@ class Float8Spec(ExpertsSpec):
         return self._stored(experts, "down_proj")
 
     def _stored(self, experts: Any, name: str) -> QuantizedWeight:
-        if name in getattr(experts, "parametrizations", {}):  # refuse PEFT, which would ignore the scales
+        if name in getattr(experts, "parametrizations", {}):  # refuse wrappers of PEFT, which would ignore the scales
             raise ValueError(
                 f"moe_layers: {name} of {type(experts).__name__} is stored as {self.format.name}, which no wrapper can "
                 "change; plain LoRA is computed by enable(model), other adapters need dequantised experts"

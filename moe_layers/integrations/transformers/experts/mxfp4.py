@@ -68,7 +68,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
-        """Give the experts parameters with the names on disk, so that transformers loads these without a conversion."""
+        """Replace the weights by parameters with the names on disk, which transformers loads without a conversion."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
                 num_experts, size_in, size_out = getattr(experts, name).shape

@@ -71,7 +71,7 @@ def _of_blocks(blocks: Tensor, scales: Tensor) -> QuantizedWeight:
 
 class _Stored(NamedTuple):
     weight: QuantizedWeight
-    transposed: bool  # the weight is [E, out, in], the parameter [E, in, out]
+    transposed: bool  # True if the weight is [E, out, in] and the parameter [E, in, out]
 
 
 def stored_weight(

@@ -1,8 +1,8 @@
 """PEFT's LoRA of expert parameters, computed inside the experts' op.
 
 PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. PEFT's forward adds the
-product of both factors to the parameter while the experts run. The forward here passes the factors to the experts
-instead, so that no tensor of the parameter's size is made. It is set on each wrapper, not on the class.
+product of lora_A and lora_B to the parameter while the experts run. The forward here passes both factors to the experts
+instead, so that no tensor of the parameter's size is made. This forward is set on each wrapper, not on the class.
 
 In PEFT 0.18 and later, lora_A is [E * r, in] with rows e * r + i. lora_B is [out, r * E] with columns i * E + e. In and
 out are the parameter's second and third axis, or the reverse if PEFT swapped them.
@@ -96,12 +96,12 @@ def replace_forwards(place: Place) -> None:
 
 @cache
 def watch_wrappers() -> None:
-    """Make PEFT's wrappers, including later ones, refuse to merge into experts that ranks share."""
+    """Apply `adapt_to_shares` to every module that is added to another module from now on."""
     register_module_module_registration_hook(lambda holder, name, module: adapt_to_shares(module))
 
 
 def adapt_to_shares(module: Any) -> None:
-    """Replace forward and merge of a module, if it is PEFT's wrapper around experts that ranks share."""
+    """If a module is PEFT's wrapper around experts that ranks share, replace its forward and make its merge raise."""
     if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
         return
     wrapper: Any = module
@@ -267,7 +267,7 @@ def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
 
 
 def _change(wrapper: Any, adapter: str) -> LowRank:
-    """Return an adapter's factors, with its scale multiplied into lora_B. If the scale is 1 they are views."""
+    """Return an adapter's factors, with its scale multiplied into lora_B. If the scale is 1, both factors are views."""
     a = wrapper.lora_A[adapter].weight.unflatten(0, (wrapper.num_experts, -1))  # [E, r, in]
     b = wrapper.lora_B[adapter].weight.unflatten(1, (-1, wrapper.num_experts)).permute(2, 0, 1)  # [E, out, r]
     b = b if wrapper.scaling[adapter] == 1 else b * wrapper.scaling[adapter]

@@ -109,7 +109,7 @@ class HookedRouter:
             )
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]:
-        """Return the implementation and the `w_up` of the experts."""
+        """Return the experts' implementation and the first parameter of their up-projection."""
         spec = getattr(self.experts, ATTRIBUTE, None)
         if spec is None:
             raise ValueError(f"{op}: the experts must be computed by moe_layers, got others in {self.name}")
@@ -141,7 +141,7 @@ class HookedRouter:
 
     @disable_dynamo
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's forward. The compiler breaks its graph here."""
+        """Run the router's forward, and read or change its results. torch.compile breaks the graph here."""
         inner = self._inner or type(self.router).forward.__get__(self.router)
         if self._released:
             return inner(*args, **kwargs)

@@ -1,8 +1,8 @@
 """One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
 
 An MoE block of transformers gets no attention mask, and cannot tell which forward a checkpointed region recomputes.
-Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is recomputed. It tells the
-routers which forward backward will recompute. This works with every kind of checkpointing.
+Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is recomputed. The hook
+tells the routers which forward will be recomputed. This works with every kind of checkpointing.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def current_forward() -> ModelForward | None:
 
 
 def hook_models(model: nn.Module) -> None:
-    """Hook every transformers model in `model`, once. The outermost one of a call provides the `ModelForward`."""
+    """Hook every transformers model in `model`, once. In each call, the outermost of them makes the `ModelForward`."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -137,7 +137,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, also after an exception. A hook tells the routers when backward recomputes this forward."""
+    """End the forward, also after an exception. Hook its outputs: `recompute` runs before any layer is recomputed."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -124,7 +124,7 @@ class RoutingCallback(TrainerCallback):
             self.plot(self._plot)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the statistics to a training log, then call `Trainer.log`. All ranks do so, as sums over `group` need."""
+        """Add the statistics to a training log, then call `Trainer.log`. All ranks of `group` must call this."""
         if "loss" in logs and self.trainer.control.should_log:
             logs.update(self._metrics(self.trainer.state.global_step))
         log(logs, *args, **kwargs)

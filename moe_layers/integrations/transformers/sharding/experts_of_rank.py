@@ -46,7 +46,7 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        # The choice is kept, because a recomputation with another choice would send and save other numbers of rows.
+        # Let a recomputation repeat the choice, because another choice would send and save other numbers of rows.
         slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # logits are not read
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # The output must not be a view: models may change it in place, and a view would lose FSDP2's hooks.

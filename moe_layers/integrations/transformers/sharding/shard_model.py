@@ -88,8 +88,8 @@ def shard_experts(
 ) -> ShardReport:
     """Share the experts of an enabled model among the ranks of a mesh. Each rank keeps its own experts and their names.
 
-    All ranks must hold the same values before the call. Each keeps its slice of them, without communication. Afterwards
-    each rank has its own tokens, any number of them. All ranks must call the model equally often, in forward and
+    All ranks must hold the same values before the call. Each rank keeps its slice, without communication. Afterwards
+    each rank passes its own tokens, in any number. All ranks must call the model equally often, in forward and
     backward. Shard before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they may
     be added before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
 
@@ -253,7 +253,7 @@ def _facts(model: Any, parts: list[_Part], style: ExpertParallel) -> dict[str, s
 
 
 def _settings(path: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the settings of a configuration by path. Folders are left out, because ranks may name them differently."""
+    """Yield (path of keys, value) of each setting. Folder names are left out, because they may differ between ranks."""
     if isinstance(value, dict):
         for name, inner in value.items():
             if not name.endswith("name_or_path"):

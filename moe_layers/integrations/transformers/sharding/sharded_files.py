@@ -105,7 +105,7 @@ def reading_shares(
 
 @contextmanager
 def _without_reading_ahead() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead of the conversion. They would read up to the whole share."""
+    """Keep transformers' threads from reading ahead of the conversion. They might read a rank's whole share ahead."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -182,7 +182,7 @@ def _digest(state: dict[str, Tensor]) -> str:
 
 
 def _layers(state: dict[str, Tensor]) -> list[list[str]]:
-    """Return the names by decoder layer. Each conversion of transformers stays within a layer."""
+    """Return one list of names per decoder layer, because transformers converts the tensors of one layer together."""
     groups: dict[str, list[str]] = {}
     for name in state:
         layer = re.match(r".*?\.\d+\.", name)
