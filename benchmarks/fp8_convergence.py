@@ -74,7 +74,7 @@ class Runs:
         return [row]
 
     def save(self) -> None:
-        """Write the checkpoint of the run in memory, if it is not finished."""
+        """Save a checkpoint of the current run to disk, unless the run is finished."""
         if self._run is not None and self._run.step < self._settings.steps:
             path = self._path(self._run.settings)
             path.parent.mkdir(parents=True, exist_ok=True)

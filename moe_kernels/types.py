@@ -120,9 +120,9 @@ class ScaledForms(NamedTuple):
     contiguous."""
 
     up: Tensor | None = None  # [E, 2F or F, D] float8_e4m3fn
-    up_scales: Tensor | None = None  # [E, 2F / 128, D / 128], rounded up
+    up_scales: Tensor | None = None  # [E, (2F or F) / 128, D / 128]; quotients here and below are rounded up
     up_turned: Tensor | None = None  # [E, D, 2F or F]
-    up_turned_scales: Tensor | None = None  # [E, D / 128, 2F / 128]
+    up_turned_scales: Tensor | None = None  # [E, D / 128, (2F or F) / 128]
     down: Tensor | None = None  # [E, D, F]
     down_scales: Tensor | None = None  # [E, D / 128, F / 128]
     down_turned: Tensor | None = None  # [E, F, D]

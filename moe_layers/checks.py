@@ -28,7 +28,7 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor. Its class is not imported, because that takes half as long as PyTorch."""
+    """Return whether this is a DTensor. Importing the class would take half as long as importing PyTorch."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # plain tensors skip the slow failed look-up
 
 

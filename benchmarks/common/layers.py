@@ -113,9 +113,9 @@ def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], obj
 
 
 def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float] | tuple[None, None]:
-    """Return (saved, peak) MiB, or (None, None) without a GPU.
+    """Return MiB (held after the forward, peak of forward and backward), or (None, None) without a GPU.
 
-    The peak excludes memory from before the forward, and includes gradients. The layer must have run before.
+    Memory allocated earlier is not counted. The peak includes gradients. The layer must have run before.
     """
     if not tokens.is_cuda:
         return None, None

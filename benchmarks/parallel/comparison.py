@@ -151,8 +151,8 @@ def best_form(times: dict[str, float]) -> str | None:
 
 
 def best_forms(rows: list[dict]) -> list[dict]:
-    """Return one row per shape, EP and pass: the best form by its sum over routings, compared with the best form
-    without chunks. Ignore forms that were not timed for every routing, because their sum would be too small."""
+    """Return a row per shape, EP and pass: the `best_form` of times summed over routings, and its speed-ups over
+    unchunked forms and the baseline. Ignore forms not timed for every routing, because their sum would be too small."""
 
     def key(row: dict) -> tuple:
         return row["shape"], row["ep"], row["pass"]

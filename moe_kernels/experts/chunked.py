@@ -106,7 +106,7 @@ class BackwardInParts:
         self.experts = experts
         self.parts = parts
         self.whole = whole
-        self._hidden: Destination | None = None  # dH and A_w of all chunks
+        self._hidden: Destination | None = None  # dH and A_w of all chunks; A_w is A times each row's routing weight
         self._up_low: Tensor | None = None  # dH @ up_b [R, r] of all chunks
 
     def backward_part(

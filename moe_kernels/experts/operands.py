@@ -28,7 +28,7 @@ class ExpertOperands(NamedTuple):
     rows: Rows | None = None
     sorted_slots: SortedSlots | None = None
     batch_invariant: bool = False
-    recompute: bool = False  # compute H again in backward
+    recompute: bool = False  # compute the pre-activations again in backward
     precision: str | None = None
     forms: ScaledForms | None = None  # the weights in e4m3, with precision "fp8"
     adds_to_main_grad: bool = False  # add the gradients of weights to `main_grad`

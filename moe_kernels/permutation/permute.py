@@ -169,7 +169,7 @@ def _permute_kernel(
     num_tokens,
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # common divisor of D and the strides of rows
+    ALIGNED: tl.constexpr,  # common divisor of D and the row strides of both tensors
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):

@@ -280,7 +280,7 @@ def _rank_kernel(
     else:
         slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots sort as expert E, and lanes past the last slot as expert E + 1.
+        # Dropped slots sort as expert E. In `value`, lanes past the last slot are E + 1 and precede no slot.
         kept = (expert >= 0) & (expert < E)
         expert = tl.where(kept, expert, E)
         row = tl.zeros((RANKED,), tl.int32)

@@ -43,8 +43,8 @@ def quantize(
     """Quantise a weight. The scale of a block follows from its largest absolute value.
 
     Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
-    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. The
-    rest of its block, or with nf4_nested of the weight, may then not be finite, either. Not differentiable.
+    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. Such a
+    value may make its whole block non-finite, and with nf4_nested the whole weight. Not differentiable.
 
     Shapes: weight [E, out, in].
 

@@ -157,8 +157,8 @@ def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = 
 def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
-    Permutations of experts or tokens, and padding, do not change the loss. Given `num_tokens`, the losses of calls
-    add up to the loss of the batch. By default, the mean over calls of equally many tokens is the loss of the batch.
+    Permutations of experts or tokens, and padding, do not change the loss. With the batch's `num_tokens`, the losses of
+    its calls add up to the loss of the batch. By default, that loss is the mean over calls of equally many tokens.
 
     Shapes: result scalar.
 

@@ -86,7 +86,7 @@ def check_overlaps(experts: ExpertsOfRank) -> None:
 
 
 class _Plan:
-    """Transfers the rows of one call in chunks, and computes them with this rank's experts."""
+    """Transfers the tokens and outputs of one call in chunks, and computes this rank's experts."""
 
     def __init__(
         self,

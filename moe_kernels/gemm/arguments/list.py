@@ -192,7 +192,7 @@ class GroupedGemmListArguments(Arguments):
 
     def selection_key(self) -> tuple[Any, ...]:
         """Return the properties that decide whether and how fast kernels run, with sizes rounded up to powers of two.
-        Problems must have no errors."""
+        Call only if `error` returns None."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()

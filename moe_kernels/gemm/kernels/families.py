@@ -144,7 +144,7 @@ class WgradKernel(Kernel):
         return tma_status(self.metadata.design, args.num_rows, args.A, args.dout)
 
     def estimate(self, args: WgradArguments) -> float:
-        """Return the number of multiplications of one group for one row, padding included."""
+        """Return the number of multiplications per row of a group, with the sizes of `out` padded to whole tiles."""
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:

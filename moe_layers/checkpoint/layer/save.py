@@ -171,10 +171,10 @@ def _experts(
 
 @torch.no_grad()
 def _expert_tensor(key: Key, parameter: Tensor, number: int | None, gated: bool) -> Tensor:
-    """Return the tensor of one expert, or of all experts if `number` is None.
+    """Return the tensor that a checkpoint stores for one expert, or for all experts if `number` is None.
 
     Args:
-        parameter: numbers [E, rows, columns], their scales, or biases [E, rows].
+        parameter: weights or quantised codes [E, rows, columns], their scales, or biases [E, rows].
     """
     num_experts, rows, columns = len(parameter), parameter.shape[1], parameter.shape[-1]
     is_down = key.parts == ("down",)
