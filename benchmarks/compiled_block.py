@@ -70,9 +70,9 @@ class TransformerBlock(nn.Module):
         return x + out, routing
 
     def _attend(self, x: Tensor) -> Tensor:
-        qkv = self.w_qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, H, D / H]
+        qkv = self.w_qkv(self.attention_norm(x)).unflatten(-1, (3, -1, self.head_dim))  # [B, S, 3, heads, D / heads]
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, H, S, D / H]
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, D / heads]
         return x + self.w_out(attended.transpose(1, 2).flatten(2))
 
 

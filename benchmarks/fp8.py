@@ -11,7 +11,7 @@
     pass    quantisation, and the activation with and without quantised results, in GB/s
 
 Each GEMM is checked against the error budget before it is timed. The layer's relative error may be 3 % against the
-recipe in float32, and 9 % against the layer without FP8.
+same FP8 recipe computed in float32, and 9 % against the float32 layer without FP8.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_layer(operands: Operands, precision: str) -> dict[str, float]:
-    """Check a layer's first experts against recipe and plain experts in float32. Return the largest error of each."""
+    """Check a layer's first experts against the FP8 recipe and plain experts in float32. Return both largest errors."""
     shape, num_experts = operands.shape, max(num_checked(operands.shape) // 4, 1)
     num_tokens = max(shape.num_tokens * num_experts // shape.num_experts, 1)
     tokens, weights = operands.tokens[:num_tokens], operands.topk_weights[:num_tokens]

@@ -62,7 +62,7 @@ def bench(model: torch.nn.Module, batch: int, options: argparse.Namespace) -> li
 
     def run(name: str) -> None:
         nonlocal used
-        if name != used:  # only in the first call of a turn, which hardly changes the median
+        if name != used:  # once per turn, so that switching hardly changes the median
             use(model, name)
             used = name
         new = {"max_new_tokens": options.new, "min_new_tokens": options.new, "do_sample": False, "pad_token_id": 0}

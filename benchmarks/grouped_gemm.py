@@ -17,8 +17,8 @@ one call with all its launches; "eager" is the call itself. `--rows-per-expert` 
 layers as many tokens as each expert needs for this average number of rows.
 
 `cpu_us` is the time until a call returns to Python, measured on a problem so small that the GPU never delays it. It is
-measured for the ops and for the best kernel of each design: `run` checks whether the kernel supports its arguments,
-"assumed" does not, and "compiled" also passes a compiled artifact, so that nothing is inspected.
+measured for the ops and for the best kernel of each design. "run" checks whether the kernel supports its arguments.
+"run assumed" does not. "run compiled" also passes the compiled kernel, so that the arguments are not inspected.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
     best_of_each_design = {type(kernel): kernel for kernel in reversed(get_kernels(args))}
     for kernel in best_of_each_design.values():
         artifact, name = kernel.compile(args), kernel.metadata.kernel_name
-        made = kernel.with_metadata(args, None)  # with a tile table of the kernel's height, if it reads one
+        made = kernel.with_metadata(args, None)  # with a tile table if the kernel reads one, for its tile height
         functions[f"run {name}"] = partial(kernel.run, made)
         functions[f"run assumed {name}"] = partial(kernel.run, made, assume_supported_args=True)
         functions[f"run compiled {name}"] = partial(kernel.run, made, artifact, assume_supported_args=True)
@@ -256,7 +256,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
 
 
 def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
-    """Return the shapes. With `rows_per_expert`, return each shape once per number, with `num_tokens` to match."""
+    """Return the shapes. With `rows_per_expert`, copy each shape for each number, with matching `num_tokens`."""
     if not rows_per_expert:
         return shapes
     return [

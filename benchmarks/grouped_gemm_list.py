@@ -53,7 +53,7 @@ def check(outs: list[Tensor], a_list: list[Tensor], b_list: list[Tensor]) -> Non
 
 
 def prepared_problems(a_list: list[Tensor], b_list: list[Tensor]) -> dict[str, list[GroupedProblem]]:
-    """Return the problem with the selected kernel, then a problem for each supported kernel, by design."""
+    """Return problems by name: "prepared" with the selected kernel, "pointer" and "tma" with each supported kernel."""
     selected = GroupedProblem.from_lists(a_list, b_list)
     found: dict[str, list[GroupedProblem]] = {"prepared": [selected], "pointer": [], "tma": []}
     for kernel in get_kernels(selected.args) if selected.kernel is not None else ():

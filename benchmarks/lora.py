@@ -143,8 +143,8 @@ def check(module: Adapted, tokens: Tensor) -> None:
 
 
 def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
-    """Return the number of bytes in all rows that the adapters' own products read and write, each counted once."""
-    wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # X, G and their gradients' products; dH; A, A_w
+    """Return the number of bytes in all rows that the adapters' own products read and write, once per product."""
+    wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # 2 X, 2 G, 2 dH, A, 2 A_w: see fused_op.py
     return itemsize * shape.num_rows * (wide + 12 * rank)
 
 

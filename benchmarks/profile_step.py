@@ -98,9 +98,9 @@ def record_gemms(step: Callable[[], object]) -> list[Gemm]:
 
 
 def record_bytes(step: Callable[[], object]) -> dict[str, list[int]]:
-    """Return the minimum bytes that each launch of our kernels moves, by kernel name: every operand once.
+    """Return the minimum number of bytes that each launch of our kernels reads and writes, by kernel name.
 
-    GEMMs are excluded, because their operands are descriptors.
+    Operands in `IN_PLACE` count twice, others once. GEMMs are excluded, because their operands are descriptors.
     """
     moved = defaultdict(list)
     launch_as_before = launch._launch
@@ -191,7 +191,7 @@ def dense_product(gemm: Gemm, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
 def label(
     launches: list[tuple[str, float]], gemms: list[Gemm], moved: dict[str, list[int]], sum_bytes: int
 ) -> list[tuple[str, Gemm | None, int | None]]:
-    """Return (stage, GEMM or None, bytes or None) per launch; our kernels match `gemms` and `moved` in order."""
+    """Label each launch with (stage, GEMM or None, bytes or None). `gemms` and `moved` list our launches in order."""
     functions = {gemm.function for gemm in gemms}
     remaining = iter(gemms)
     remaining_bytes = {name: iter(sizes) for name, sizes in moved.items() if name not in functions}

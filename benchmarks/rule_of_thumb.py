@@ -8,7 +8,7 @@ ratio is the time of the rule's kernel divided by the time of the table's kernel
 timed as replays of a CUDA graph, without host time.
 
 With `--layers`, each GEMM of each layer is measured. All kernels that may be fastest are checked and timed in turns.
-The fastest kernel replaces the table's. The file holds every time, so that a rule can be derived from it.
+The ratio divides by the fastest kernel's time. The file holds every time, so that a rule can be derived from it.
 `--tile-orders` adds the rule's kernel with other numbers of row tiles per group. The form "copies" times the whole op
 with backward and host time, for every choice of gathers that are separate copies.
 """

@@ -1,4 +1,4 @@
-"""A whole model of transformers on several ranks that share its experts, against other ways to use them.
+"""A whole model of transformers on several ranks that share its experts, against other ways to use these ranks.
 
     torchrun --nproc-per-node 2 -m benchmarks.whole_model_parallel --commit COMMIT --output FILE
     torchrun --nproc-per-node 8 -m benchmarks.whole_model_parallel --models gpt-oss-20b --layers 8

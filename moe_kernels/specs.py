@@ -107,7 +107,7 @@ class RouterSpec:
     def is_softmax_of_logits(self) -> bool:
         """Return whether a softmax over the logits chooses and weighs the experts, normalised over the chosen experts
         or not."""
-        return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # from __post_init__
+        return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # set by __post_init__
 
     @property
     def chooses_by_logit(self) -> bool:

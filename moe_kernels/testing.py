@@ -196,8 +196,8 @@ def check_accuracy(
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
     """Check that each error is within its budget. Errors up to two budgets are measured again with larger samples.
 
-    If errors are sums of a few products, the largest of 64 exceeds twice the largest of another 64 in about 1 % of
-    cases. With samples of 256 this happens in 0.2 % of cases. A real error fails again.
+    If errors are sums of a few products, the largest of 64 errors exceeds twice the largest of another 64 errors in
+    about 1 % of cases. With samples of 256 errors this happens in 0.2 % of cases. A real error fails again.
 
     Args:
         measure: `measure_errors` with all operands.

@@ -29,7 +29,7 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block within the group
-    num_tiles: Tensor  # [2] int32: tiles without the tail, then with it; later entries of `tiles` continue the tail
+    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; later `tiles` continue the tail
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int
 
@@ -116,7 +116,7 @@ class ScaledRows(NamedTuple):
 
 class ScaledForms(NamedTuple):
     """The experts' weights in e4m3 with a float32 scale for each 128 x 128 block, both untransposed and transposed
-    ("turned"). If a field is None, the GEMM that reads this field first quantises the weight. All tensors are
+    ("turned"). If a field is None, the weight is quantised before the GEMM that reads this field. All tensors are
     contiguous."""
 
     up: Tensor | None = None  # [E, 2F or F, D] float8_e4m3fn

@@ -233,7 +233,7 @@ class MoEFeedForward(nn.Module):
         parameters are sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in
         cuBLAS, and the shared expert runs as a routed expert. The cost is highest with few tokens. The reference
         implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
-        their own order. Assigning True raises ValueError with a capacity, assignment or noise, which read other tokens.
+        their own order. Setting True raises ValueError with a capacity, assignment or noise, which depend on the call.
         """
         return self.experts.batch_invariant
 
@@ -318,7 +318,7 @@ class MoEFeedForward(nn.Module):
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
             topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the same as in the routing
                 that this layer returns; -1 means no expert. The router computes the weights of these experts. On a CPU,
-                ids beyond the experts raise ValueError. On a GPU, ids are not read, and such ids mean no expert.
+                ids beyond the experts raise ValueError. On a GPU, such ids are not reported and mean no expert.
             router_input: the tensor that the router reads, with `MoEConfig.separate_router_input`.
 
         Raises:

@@ -67,7 +67,7 @@ def grouped_mm_takes(shape: Shape, dtype: torch.dtype) -> bool:
 
 
 def dense_gemms(shape: Shape, device: str, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
-    """Return the layer's GEMMs with all rows in one matrix and one expert's weights: a bound, not a layer."""
+    """Return the layer's GEMMs with all rows in one matrix and one expert's weights. Their time is a bound."""
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, device=device, dtype=dtype)

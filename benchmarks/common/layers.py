@@ -45,7 +45,7 @@ def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.
 
 
 def fits_memory(shape: Shape, device: str) -> bool:
-    """Return whether the GPU can hold the layer, its gradients and the rows of both implementations, by estimate."""
+    """Estimate whether the GPU can hold the layer, its gradients, and the rows of the layer and its baseline."""
     num_bytes = 6 * shape.num_weights + 20 * shape.num_rows * (shape.d_model + shape.d_ff)
     return device == "cpu" or num_bytes < torch.cuda.get_device_properties(0).total_memory
 
@@ -53,7 +53,7 @@ def fits_memory(shape: Shape, device: str) -> bool:
 def num_checked(shape: Shape) -> int:
     """Return the number of experts whose check needs at most `CHECKED_BYTES` by estimate, at least 1."""
     float32_pass = 16 * shape.num_weights + 32 * shape.num_rows * (shape.d_model + shape.d_ff)
-    comparison = 40 * shape.num_weights  # three results, and copies of the largest one in float64
+    comparison = 40 * shape.num_weights  # bytes of three results, and of float64 copies of the largest result
     return max(int(shape.num_experts / max(max(float32_pass, comparison) / CHECKED_BYTES, 1.0)), 1)
 
 

@@ -60,7 +60,7 @@ def attend(
     if s_aux is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **options)
     # Prepend a key for the sink. Append a column: the sink's logit in queries, 1 in the sink's key, 0 in other keys.
-    # Kernels need widths that are multiples of 8, and as many queries as keys. The added first query is dropped again.
+    # Kernels need widths that are multiples of 8, and as many queries as keys: prepend a query, and drop its result.
     length, width = query.shape[2:]
     logits = (s_aux / scaling).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     query = functional.pad(torch.cat([query, logits], -1), (0, 7, int(length > 1), 0))

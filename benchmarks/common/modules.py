@@ -18,7 +18,7 @@ from .timing import timed
 
 def checked_layer(
     shape: Shape, routing: str, options: argparse.Namespace
-) -> tuple[MoEFeedForward, Tensor]:  # and tokens [T, D]
+) -> tuple[MoEFeedForward, Tensor]:  # the layer, and tokens [T, D]
     """Return the layer and its tokens, after a check of the layer."""
     torch._dynamo.reset()  # free the layer of the last shape
     torch.cuda.empty_cache()  # does nothing without a GPU

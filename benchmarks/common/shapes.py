@@ -68,7 +68,7 @@ SHAPES = by_name(
 TINY = Shape("tiny", 40, 64, 32, 8, 2)
 
 # Published sizes of further models. No table has measurements for them. Layers "-epN" have the experts of one of N
-# ranks, and the model's number of rows per token.
+# ranks, and each token chooses as many experts as in the model.
 PUBLISHED = by_name(
     Shape("granite-3.0-3b-a800m", 16384, 1536, 512, 40, 8),
     Shape("deepseek-v2-lite", 16384, 2048, 1408, 64, 6),

@@ -108,7 +108,7 @@ def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
     compute = TOKENS * model.flops / rate
     row_bytes = TOKENS * model.top_k * model.d_model * 2 * (ep - 1) / ep
     all_to_all = (EXCHANGES + RECOMPUTED) * model.moe_layers * row_bytes / bandwidth
-    # Parameters are gathered in forward and in backward, and gradients reduced: three times the parameters' bytes.
+    # FSDP2 gathers parameters in forward and in backward, and reduces gradients: three times the parameters' bytes.
     slowest = NETWORK if copies > 1 else bandwidth
     rest = 3 * 2 * model.rest * (gpus - 1) / gpus / slowest
     of_experts = 3 * 2 * model.experts / ep * (copies - 1) / copies / NETWORK

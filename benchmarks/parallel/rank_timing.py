@@ -37,7 +37,7 @@ def largest(values: list[float], device: torch.device) -> Tensor:
 
 
 def zipf_splits(num_rows: int, num_ranks: int) -> list[int]:
-    """Return the number of rows for each rank, in proportion to 1 / (p + 1)."""
+    """Return the number of rows for each rank p, in proportion to 1 / (p + 1)."""
     weights = [1 / (rank + 1) for rank in range(num_ranks)]
     ends = [round(num_rows * sum(weights[: rank + 1]) / sum(weights)) for rank in range(num_ranks)]
     return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]

@@ -108,7 +108,7 @@ def _at_most(x, limit):
 
 @triton.jit
 def _product_backward(value, derivative, up, dactivated):
-    """Return (activated, dgate, dup) of value(gate) * up."""
+    """Return (activated, dgate, dup) of value * up. `derivative` is the derivative of `value` by the gate."""
     return value * up, dactivated * up * derivative, dactivated * value
 
 

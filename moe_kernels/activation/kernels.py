@@ -22,7 +22,7 @@ def activation_kernel(
     FORWARD: tl.constexpr,
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # common divisor of F and the strides of rows
+    ALIGNED: tl.constexpr,  # common divisor of F and the row strides of preactivation and out
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
@@ -93,9 +93,9 @@ def weighted_activation_backward_kernel(
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
     dpreactivation_ptr,  # [R, 2F or F], or the destination's [S, 2F or F]
     dpreactivation_stride,
-    weighted_ptr,  # [R, F]; equals dweighted_ptr without a destination
+    weighted_ptr,  # the destination's [S, F]; without a destination [R, F], equal to dweighted_ptr
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: as slot_to_row
+    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row applies
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
     scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; this and the next two may be None
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
@@ -108,13 +108,13 @@ def weighted_activation_backward_kernel(
     GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     TOP_K: tl.constexpr,  # None if programs handle slots
-    ALIGNED: tl.constexpr,  # common divisor of F and the strides
+    ALIGNED: tl.constexpr,  # common divisor of F and the row strides
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes dH, A_w and dw of BLOCK_S slots or rows: see `launch_weighted_activation_backward`.
+    """One program writes dH, A_w and dw of BLOCK_S slots or rows. Grid: (cdiv(num_items, BLOCK_S),).
 
-    Grid: (cdiv(num_items, BLOCK_S),).
+    A_w = w * A,  dw = <dA', A>,  dH = w * dA' * activation'(H): see `launch_weighted_activation_backward`.
     """
     item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     if row_to_token_ptr is None:

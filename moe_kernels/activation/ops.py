@@ -190,10 +190,10 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Result tensors of the weighted backward, with rows in another order of the slots than the rows of the inputs."""
+    """Result tensors of the weighted backward. Their rows have another order of slots than the rows of the inputs."""
 
-    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns, also in `weighted`
-    weighted: Tensor  # [S, F]
+    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns
+    weighted: Tensor  # [S, F] contiguous columns
     slot_to_row: Tensor  # [T, K] contiguous, in [0, S); -1 for a dropped slot
 
 

@@ -7,7 +7,7 @@
 
 A chunk's outputs exist before the next chunk's tokens are needed, and can be sent while the next chunk is computed. The
 gradients of tokens can be sent while the gradients of the weights are computed. Each weight gradient is one product
-over the rows of all chunks, not a sum of one product per chunk.
+over the rows of all chunks, not a sum of one product per chunk. A_w is A times the routing weights of the rows.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class ExpertsInParts:
         return rows.combine(down(experts, rows, activated), topk_weights)
 
     def backward(self, whole: Permutation) -> BackwardInParts:
-        """Return the steps of backward. `whole` is one permutation of the slots of all chunks, in order. With one
-        chunk, pass that chunk's permutation."""
+        """Return the steps of backward. `whole` is one permutation of the slots of all chunks, in the order of the
+        chunks. With one chunk, pass that chunk's permutation."""
         return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
 
 

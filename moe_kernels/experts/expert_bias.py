@@ -25,7 +25,7 @@ def launch_segment_sum(
     row_to_token: Tensor | None = None,  # [R] int32
     row_weights: Tensor | None = None,  # [R] float32 contiguous
 ) -> Tensor:  # [G, N] float32
-    """Return each group's row sum, weighted by `row_weights` if given, in a fixed order. An empty group gets zeros."""
+    """Sum each group's rows, weighted by `row_weights` if given, in a fixed order. An empty group gets zeros."""
     num_groups, num_columns = len(bounds) - 2, rows.shape[1]
     out = rows.new_empty(num_groups, num_columns, dtype=torch.float32)
     if out.numel():

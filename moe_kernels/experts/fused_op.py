@@ -2,7 +2,7 @@
 
 Forward:   H = gather(tokens) @ w_up^T      A = activation(H)      Y = A @ w_down^T      out = combine(Y, weights)
 Saved:     tokens, H, topk_weights and the routing integers. The gathered tokens, A and Y are not saved; with
-           recompute="up" H is not either.
+           recompute="up" H is not saved either.
 Backward, with w the routing weight of a row:
 
     dA' = gather(dout) @ w_down             dw = <dA', A>                    (needs no saved Y)

@@ -58,8 +58,8 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Compute the gradients of the pre-activations. A tracer cannot know whether GEMMs gather or read a copy. With
-    `is_traced`, `drows` is therefore a tensor in both cases, uninitialised if GEMMs gather."""
+    """Compute `HiddenGradients`. A tracer cannot know whether GEMMs gather or read a copy. With `is_traced`, `drows` is
+    therefore a tensor in both cases, uninitialised if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None

@@ -29,7 +29,7 @@ def check_operands(
     """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None means an absent operand.
 
     Args:
-        slots: `slot_to_row` with offsets, `topk_experts` without.
+        slots: `slot_to_row` if `offsets` is given, else `topk_experts`.
     """
     gated = is_gated(activation)
     width = "2F" if gated else "F"

@@ -22,7 +22,7 @@ FROZEN = ("up", "down", "down_dgrad", "up_dgrad")
 class Step(NamedTuple):
     """A GEMM of the layer."""
 
-    name: str  # one of `TRAINED`
+    name: str  # one of `TRAINED`, such as "up"
     args: Arguments
     kernel: Kernel | None  # None: no kernel supports the arguments
 

@@ -139,6 +139,6 @@ def _(dout, operands, needed):
     return ReferenceGradients(*(t.new_empty(t.shape) if is_needed else None for t, is_needed in pairs))
 
 
-def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # a tensor or None by name
+def _differentiable(operands: ReferenceOperands) -> dict[str, Any]:  # operand name -> tensor or None
     tensors = operands.tokens, operands.topk_weights, *operands.experts.weights, *operands.experts.adapters
     return dict(zip(_DIFFERENTIABLE, tensors, strict=True))

@@ -17,7 +17,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-_MOST_COLUMNS = 1024  # columns of a row, and of a router's row, that one program loads
+_MOST_COLUMNS = 1024  # most columns that one program loads of a row, and of w_router
 
 
 def launch_combine_with_router(

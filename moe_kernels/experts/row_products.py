@@ -185,7 +185,7 @@ class Rows(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
 
-        Return None if no kernel can, or if a GEMM and a second kernel are faster. With `overwrite` dH overwrites H.
+        Return None if no such kernel exists or a GEMM and a second kernel are faster. With `overwrite` dH overwrites H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
@@ -226,7 +226,7 @@ class Rows(NamedTuple):
         gather_dout: bool = False,
         add_to: Tensor | None = None,  # [E, K, N]
     ) -> Tensor:
-        """Return a.T @ dout of every expert's rows, [E, K, N]. With `add_to`, add to that tensor and return it."""
+        """Return a.T @ dout of every expert's rows, [E, K, N]. If `add_to` is given, add the products to `add_to`."""
         out = add_to
         if out is None:
             out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
@@ -263,9 +263,9 @@ class Rows(NamedTuple):
         launch_permute(tokens, topk_weights, self.slot_to_row, rows)
         return rows
 
-    def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, K] -> [R, K]
+    def _permute_scaled(self, tokens: ScaledRows) -> ScaledRows:  # [T, D] -> [R, D]
         values = tokens.values.new_empty(self.row_to_token.shape[0], tokens.values.shape[1])
-        whole = torch.int64  # to copy 8 numbers at once
+        whole = torch.int64  # copy 8 e4m3 numbers at once, as one int64
         launch_permute(tokens.values.view(whole), None, self.slot_to_row, values.view(whole))
         return ScaledRows(values, tokens.scales.t().index_select(1, self.row_to_token).t())
 

@@ -149,7 +149,7 @@ class HiddenGradients(NamedTuple):
     """Tensors from which backward computes the gradients of tokens and weights, without reading H again."""
 
     dpreactivation: Tensor  # dH [R, 2F or F]
-    weighted: Tensor  # A_w [R, F]
+    weighted: Tensor  # A_w [R, F]: A times the rows' routing weights, or A with weight_on_input
     dtopk_weights: Tensor  # [T, K] float32, if the routing weights multiply the output
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
@@ -214,7 +214,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
     """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a second kernel.
 
-    The second kernel overwrites dA' with A_w.
+    Without a `destination`, the second kernel overwrites dA' with A_w.
     """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]

@@ -61,7 +61,7 @@ def invariant_linear(
 
 
 def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply `op` to each token alone and join the results. The tensors are in token order."""
+    """Apply `op` to each token alone and join the results. Axis 0 of every tensor is the token."""
     if not len(tensors[0]):
         return tuple(op(*tensors))
     results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]

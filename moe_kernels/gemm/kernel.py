@@ -46,7 +46,7 @@ class Operand:
 
     Attributes:
         layout: "row": the last axis is contiguous; "column": the axis before it; None: any strides.
-        alignment_bytes: alignment of the address and of every stride except the contiguous axis's.
+        alignment_bytes: alignment of the address and of every stride except the stride of the contiguous axis.
     """
 
     dtype: torch.dtype
@@ -128,7 +128,7 @@ class KernelMetadata:
     design: Design
     epilogue: str | None = None  # the activation applied to the product
     max_cc: int | None = None  # highest supported compute capability; None: no limit
-    optional_operands: tuple[str, ...] = ()  # such as "bias"
+    optional_operands: tuple[str, ...] = ()  # names of supported optional operands, such as "bias"
 
 
 class Kernel(abc.ABC):
@@ -242,11 +242,11 @@ class Kernel(abc.ABC):
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Return the number of bytes of metadata made on the device before the launch, such as a missing tile table."""
+        """Return the number of bytes of device metadata made before the launch, such as a missing tile table."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        """Return the arguments with the metadata that is computed on the device before the launch.
+        """Return the arguments with the device metadata that is made before the launch, such as a tile table.
 
         Args:
             memory: [metadata_bytes] uint8 for the metadata; None allocates.
@@ -342,7 +342,7 @@ def operand_error(operand: Operand, tensor: Tensor) -> str | None:
 
 
 def _is_aligned(tensor: Tensor, contiguous_axis: int, num_bytes: int) -> bool:
-    """Return whether the address and every stride, except the contiguous axis's, are multiples of `num_bytes`."""
+    """Return whether the address and the strides of all axes but the contiguous one are multiples of `num_bytes`."""
     strides = list(tensor.stride())
     del strides[contiguous_axis]
     distances = [tensor.data_ptr(), *(stride * tensor.element_size() for stride in strides)]

@@ -16,7 +16,7 @@ class Table(NamedTuple):
 
     kernels: dict[str, str]  # the fastest kernel's name for each `Arguments.table_key`
     copies: dict[str, list[bool]]  # the fastest `Copies`, as a list, for each `copies_key`
-    milliseconds: dict[str, float] | None = None  # each kernel's time, keyed like `kernels`, if recorded
+    milliseconds: dict[str, float] | None = None  # times of `kernels`, under the same keys; None: not recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables; `other` wins for keys in both."""

@@ -305,7 +305,7 @@ def choose_copies(
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the copies in `entry` if it is given and w_up's GEMM is warp-specialised, else those of the rule."""
+    """Return the table's choice `entry` if given and w_up's GEMM is warp-specialised, else the choice of the rule."""
     num_experts, num_columns, d_model = w_up.shape
     # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))

@@ -82,8 +82,8 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """Return an `empty_tile_table` in one block of memory. One block is faster, but an op must not return
-    tensors that share memory."""
+    """Return an `empty_tile_table` in one block of memory. One block is faster to allocate, but an op must not return
+    this table, because its tensors share memory."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)

@@ -59,7 +59,7 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
 
 def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
-    """Return a function that calls `launch` and checks one of `every` results. Each check takes other groups.
+    """Return a function that calls `launch` and checks one result per `every` launches. Each check takes other groups.
 
     A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
     CUDA graph captures, because results cannot be read during capture.
@@ -200,7 +200,7 @@ def _of_block_scaled_gemm(args: BlockScaledGemmArguments, first: int) -> Iterato
 
 def _of_activation_gradient(args: ActivationGradientArguments, first: int) -> Iterator[Comparison]:
     if args.out.data_ptr() == args.preactivation.data_ptr():
-        return  # the kernel has overwritten its operands
+        return  # the kernel has overwritten the preactivation
     bounds, dtype = _bounds(args, args.num_rows), args.out.dtype
     for group in _sampled(len(args.B), first):
         rows, g = slice(bounds[group], bounds[group + 1]), slice(group, group + 1)

@@ -63,7 +63,7 @@ def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> 
     )
 
 
-# Triton specializes on whether 16 divides `size` and `columns`, and then reads 16 bytes at a time.
+# Only `rank` is unspecialised: if Triton knows that 16 divides `size` and `columns`, loads read 16 bytes at a time.
 @triton.jit(do_not_specialize=["rank"])
 def _sum_shares_kernel(
     own_ptr,  # [rows, columns] contiguous

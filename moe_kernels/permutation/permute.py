@@ -297,7 +297,7 @@ def _combine_kernel(
     out_ptr,  # [T, D] contiguous
     D,
     TOP_K: tl.constexpr,
-    ALIGNED: tl.constexpr,  # common divisor of D and the stride of rows
+    ALIGNED: tl.constexpr,  # common divisor of D and the row stride
     BLOCK_D: tl.constexpr,
     SKIP: tl.constexpr,  # branch around dropped slots, because most may be dropped
 ):
@@ -341,7 +341,7 @@ def _(dout, topk_weights, slot_to_row, num_rows):
 
 
 def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Tensor:  # [T, K] float32
-    """Return the inner product of each slot's token in `dout` and its row, or 0 for a dropped slot."""
+    """Return for each slot the inner product of its token in `dout` and its row in `rows`, or 0 for a dropped slot."""
     num_tokens, top_k = slot_to_row.shape
     dweights = dout.new_empty(num_tokens, top_k, dtype=torch.float32)
     if dweights.numel():

@@ -61,7 +61,7 @@ def sort_by_expert(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: wrong shape or dtype, or `num_experts` or `max_rows` not positive.
+        ValueError: wrong shape or dtype, or `num_experts` or `max_rows` is not positive.
         NotImplementedError: more than 1024 experts with "triton".
     """
     _check(topk_experts, num_experts, max_rows)
@@ -114,8 +114,8 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
 def _sort_block(num_experts: int) -> tuple[int, int]:
     """Return (slots that one program counts and places, warps that place them).
 
-    One warp sorts and scans without shared memory or barriers. Each program writes a row of E counts. With many experts
-    rows are long, so fewer and larger programs are faster.
+    One warp sorts and scans without shared memory or barriers. Each program writes E counts, so with many
+    experts fewer and larger programs are faster.
     """
     return (256, 1) if num_experts <= 128 else (512, 4)
 
@@ -197,7 +197,7 @@ def _count_and_place(
     num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
     num_blocks = cdiv(num_slots, block_slots)
-    counts = topk_experts.new_empty(num_blocks, num_experts)  # after the scan: the expert's slots in earlier blocks
+    counts = topk_experts.new_empty(num_blocks, num_experts)  # slots per expert; after the scan, in earlier blocks
     totals = topk_experts.new_empty(num_experts)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
@@ -340,7 +340,7 @@ def _scan_kernel(
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
 def _place_kernel(
     experts_ptr,  # [num_slots]
-    earlier_ptr,  # [num_blocks, E]: slots of the expert in earlier blocks
+    earlier_ptr,  # [num_blocks, E]: number of the expert's slots in earlier blocks
     totals_ptr,  # [E]
     offsets_ptr,  # [E]
     slot_to_row_ptr,  # [num_slots]

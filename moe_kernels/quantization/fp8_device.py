@@ -7,7 +7,7 @@ from ..reference_fp8 import LARGEST, SMALLEST
 from ..runtime.triton import tl, triton
 from .kernels import INTERPRET
 
-_LARGEST = tl.constexpr(LARGEST)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+_LARGEST = tl.constexpr(LARGEST)  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 
 
@@ -42,7 +42,7 @@ def encode_e4m3(values):
     # Round the bits here, ties to even, because the interpreter truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 mantissa bits, bias of e4m3
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # keep 3 mantissa bits; biases: 127 - 7 = 120
     # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 rounds to such a multiple.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)

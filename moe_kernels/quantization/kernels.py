@@ -17,7 +17,7 @@ from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import QuantizedWeight
 from .decode import ONE_127TH
 
-INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 _NAN = tl.constexpr(0x7FC00000)  # pyright: ignore[reportCallIssue]
 _ONE_127TH = tl.constexpr(ONE_127TH)  # pyright: ignore[reportCallIssue]
 

@@ -73,14 +73,14 @@ def _fp8(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 
 
 def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """Quantise blocks. The scale is the largest power of two up to the block's largest absolute value, divided by 4,
-    the largest power of two of the format.
+    """Quantise blocks. The scale is p / 4, where p is the largest power of two up to the block's largest absolute
+    value, and 4 is the largest power of two that e2m1 represents.
 
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 6.3.
     """
     blocks = weight.unflatten(2, (-1, format.block[1]))
     largest = blocks.abs().amax(3)
-    exponent = largest.frexp().exponent - 1 - 2  # frexp's mantissa lies in [0.5, 1)
+    exponent = largest.frexp().exponent - 1 - 2  # - 1: frexp's mantissa lies in [0.5, 1); - 2: divide by 4
     # A block with an infinity or NaN becomes infinities: the largest code times 2 ** 128.
     stored = (exponent + 127).clamp(0, 254).masked_fill(~largest.isfinite(), 255)
     sizes = torch.ldexp(blocks.abs(), 127 - stored.unsqueeze(3)).masked_fill(stored.unsqueeze(3) == 255, torch.inf)

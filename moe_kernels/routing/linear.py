@@ -64,7 +64,7 @@ def router_gradients(
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of tokens and weights, or None in place of one that is not needed."""
+    """Return the gradients of the tokens and of `w_router`, and None in place of one that is not needed."""
     is_split = dlogits.shape[1] != w_router.shape[0]
     of_tokens = dw_router = None
     if needs[0] and is_split and not batch_invariant:

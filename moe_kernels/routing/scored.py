@@ -2,7 +2,7 @@
 
     scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups     w = scale * s / (sum of s + epsilon)
 
-One kernel computes the forward and another the backward.
+s are the scores of the chosen experts. One kernel computes the forward and another the backward.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """Return the tokens and warps of a program, for tokens with `num_places` padded experts. One warp holds 512, so
-    that reductions need no shared memory."""
+    """Return the number of tokens and of warps per program. `num_places` is the padded number of experts. One warp
+    holds 512 logits, so reductions over up to 512 experts need no shared memory."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -172,7 +172,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
 
 
 # The key of an expert that does not exist is below the key of -inf.
-_TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # an alias of Any in annotations
+_TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 
 @triton.jit

@@ -25,7 +25,7 @@ def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Te
     topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
-        # One warp owns whole rows, so finding a maximum needs no shared memory.
+        # One warp holds all logits of a token, so finding a maximum needs no shared memory.
         block_t = max(1, 512 // E_P2)
         launch_kernel(
             _topk_kernel,

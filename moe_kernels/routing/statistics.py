@@ -38,9 +38,9 @@ def add_routing_statistics(
 
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
     padding rows. Padding rows fill the last tile of each of the first `num_experts` experts. `sums` holds the sums of
-    the softmax's entropies, the margins, each call's excess and the losses, then the number of losses and the smallest
-    margin. The excess is the most choices of an expert, divided by the mean, minus 1. A margin is the lowest key of a
-    chosen expert minus the highest key of another expert, or zero if both are equal.
+    the softmax's entropies, of the margins, of the calls' excesses and of the losses. The number of losses and the
+    smallest margin follow. An excess is the most choices of an expert, divided by the mean, minus 1. A margin is the
+    lowest key of a chosen expert minus the highest key of another expert, or zero if both are equal.
 
     Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
     not checked.

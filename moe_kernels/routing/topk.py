@@ -39,7 +39,7 @@ def choose_highest(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.const
 
 @triton.jit
 def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl.constexpr):
-    """Return (experts as `choose_highest`, whether each token's choice is unsure [BLOCK_T]) in less than half the time.
+    """Return (experts [BLOCK_T, K_P2], is_unsure [BLOCK_T]) in less than half the time of `choose_highest`.
 
     The id of the expert replaces the last bits of its key. One maximum then finds key and expert, and no two keys are
     equal. The choice is unsure if two successive keys differ only in the id: the order then depends on replaced bits.

@@ -66,7 +66,7 @@ def describe(form: tuple[Any, dict[str, Any]], tensor: Tensor) -> Any:
 
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
-    """Compile for the active device or compilation target."""
+    """Compile the kernel of a launch for the active device or compilation target."""
     compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **FUSION)
     return CompiledArtifact(kernel_name, static_properties(launch), compiled)
 
@@ -128,7 +128,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # whether a `Replayed` runs its function; ops that it calls have no own replay
+        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside are not replayed themselves
 
 
 launching = _Thread()  # state of the current thread
@@ -190,7 +190,7 @@ def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
-        if compiled is not None and _is_on_gpu(launch):  # else compiled for another target
+        if compiled is not None and _is_on_gpu(launch):  # false if compiled for another target
             _keep(launch, compiled)
         return compiled
     compiled, run, kernel, constants, _, _, device = ready

@@ -53,7 +53,7 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 
 
 class Places(NamedTuple):
-    """Positions of the tensors among values of certain types."""
+    """Positions of the tensors in a sequence of values with given types."""
 
     number: int  # a unique number for these types
     places: tuple[int, ...]
@@ -183,7 +183,7 @@ class PackedSignature(Packing):
         return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
     def name_results(self, results: Any) -> Any:
-        """Return the results as the function does: in its NamedTuple, or else unchanged."""
+        """Return the results in the function's NamedTuple, or unchanged if the function returns none."""
         return results if self.result is None else self.result._make(results)
 
 

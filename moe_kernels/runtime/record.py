@@ -89,7 +89,7 @@ class Record:
         steps = recording.steps[first:last]
         if steps and isinstance(steps[0], RecordedCall):
             return self._caller(steps[0])
-        return LaunchList(steps, plan.places, plan.scratch[first:last], self._device, self._born).run  # pyright: ignore[reportArgumentType]  # launches
+        return LaunchList(steps, plan.places, plan.scratch[first:last], self._device, self._born).run  # pyright: ignore[reportArgumentType]  # all steps are launches
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call

@@ -167,7 +167,7 @@ class Recording(TorchDispatchMode):
             return self.ref(value)
         if hasattr(value, "block_shape"):
             fields = {name: part for name, part in vars(value).items() if name != "base"}
-            return Descriptor(type(value), fields, self.ref(value.base))  # pyright: ignore[reportArgumentType]  # else an obstacle
+            return Descriptor(type(value), fields, self.ref(value.base))  # pyright: ignore[reportArgumentType]  # None sets an obstacle
         return value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

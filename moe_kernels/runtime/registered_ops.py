@@ -190,7 +190,7 @@ class Op:
         signature = self._signature
         tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
         are_plain = places_of(*map(type, tensors)).are_plain  # False for tracers' tensors: sizes may be symbols
-        if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # compiled code
+        if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # when compiled
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)
                 if form is not None:
@@ -292,7 +292,7 @@ _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function that writes only to `mutates` as an op. The op runs on the GPU of its first tensor."""
+    """Register a function as an op. It may write only to `mutates`, and runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         signature = PackedSignature(function)

@@ -70,7 +70,7 @@ def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
 
 
 def why_not_faster(step: Step, target: Target) -> str | None:
-    """Return why the kernel is not warp-specialised, the fastest design, or None if it is."""
+    """Return why the kernel is not warp-specialised (the fastest design), or None if it is."""
     _, args, kernel = step
     if kernel is not None and isinstance(kernel.metadata.design, WarpSpecializedDesign):
         return None

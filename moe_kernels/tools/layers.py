@@ -63,7 +63,7 @@ class Layer(NamedTuple):
         return plan_experts(self.tokens, self.topk_experts, self.topk_weights, weights, **settings, **options)
 
     def forms(self) -> Iterator[tuple[str, Step]]:
-        """Yield the name and step of each GEMM to measure, but none with the activation's gradient in its epilogue.
+        """Yield the name and step of each GEMM to measure, except GEMMs with the activation's gradient as epilogue.
 
         A name is the name of the step, with "_gather" if rows are gathered instead of copied, and "_plain" for an "up"
         without activation.

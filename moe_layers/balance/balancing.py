@@ -39,7 +39,7 @@ class BalanceLosses:
         z: coefficient of `router_z_loss`.
         score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised scores are the probabilities in the first
             three losses.
-        group: the ranks that share a global batch. Required if there are several ranks.
+        group: the ranks that share a global batch. With several ranks, `global_batch` requires a group.
         count: the experts that `sequence` counts: "scores" (default), the experts with the highest scores, or
             "choices", the experts that the router chose.
 
@@ -133,8 +133,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# A registered op lets a checkpointed region save the result. Recomputation then repeats no communication, and the loss
-# does not change with counts that were accumulated in between.
+# A registered op lets a checkpointed region save the result. Recomputation then does not communicate again. Counts that
+# were accumulated since the forward do not change its loss.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -166,8 +166,8 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
         group: the ranks that share a batch. Required if there are several ranks.
 
     Raises:
-        ValueError: no router has a selection bias. A bias is sharded, shorter than float32 or on another device than
-            the counts. Forwards were not counted. `rate` is negative or not finite. Several ranks have no group.
+        ValueError: no router has a selection bias. A bias is sharded, has fewer than 32 bits or is on another device
+            than the counts. Forwards were not counted. `rate` is negative or not finite. Several ranks have no group.
     """
     routers = [(each, bias) for each in model_routers(model).values() if (bias := each.selection_bias) is not None]
     if not routers:

@@ -3,13 +3,13 @@
 Every loss ignores padding tokens and is 0 for no tokens. It does not change when experts or tokens are permuted (tokens
 within their sequences, if sequences matter). The losses differ in how they react to splitting a batch:
 
-| loss | at perfect balance | a batch in several calls |
+| loss | at perfect balance | sum of the losses of a batch's calls |
 |---|---|---|
 | `load_balancing_loss` | 1 | depends on the split: shares and mean probabilities are those of one call |
-| `sequence_load_balancing_loss` | 1 | given `num_tokens`, the calls add up to the whole, if no sequence is cut |
-| `global_load_balancing_loss` | 1 | given the counts of all calls and `num_tokens`, the calls add up to the whole |
+| `sequence_load_balancing_loss` | 1 | given `num_tokens`, the loss of the batch, if no sequence is cut |
+| `global_load_balancing_loss` | 1 | given the counts of all calls and `num_tokens`, the loss of the batch |
 | `importance_loss` | 0 | depends on the split: the variation is that of one call |
-| `router_z_loss` | (ln E + c) ** 2 where all logits are c | given `num_tokens`, the calls add up to the whole |
+| `router_z_loss` | (ln E + c) ** 2 where all logits are c | given `num_tokens`, the loss of the batch |
 
 `num_tokens` is the number of tokens, without padding, of all calls whose losses are added: over micro-batches, and over
 ranks if their gradients are summed. Each loss is then weighted by its call's share of the tokens. By default

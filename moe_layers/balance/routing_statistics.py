@@ -30,11 +30,11 @@ class RoutingStatistics(NamedTuple):
         dropped_per_expert: [E] int64, number of slots beyond each expert's capacity.
         dead_experts: ids of the experts that got no token; empty before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
-        margin: lowest selection key of a chosen expert minus highest key of an unchosen one, averaged over tokens.
-        smallest_margin: minimum over tokens. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
+        margin: lowest selection key (`RoutingObserver`) of chosen experts minus highest of others, mean over tokens.
+        smallest_margin: minimum margin. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
         max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
-        wasted_rows: padding rows of each expert's last tile, with tiles of 128 rows.
+        wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
         aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without any.
     """
 
@@ -198,7 +198,7 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
     margins = torch.where(last == best, 0.0, last - best)  # [T]; 0 if both are -inf, as in excluded groups
-    # The mean of `chosen` is chosen.sum() / len(chosen).
+    # The number of slots of the most chosen expert, divided by the mean, minus 1.
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)
     loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()

@@ -37,7 +37,7 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. Computes a chunk while others are in flight.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. It computes a chunk while it transfers others.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 

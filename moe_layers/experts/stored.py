@@ -23,7 +23,7 @@ LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter that ranks shar
 class QuantizedExperts(nn.Module):
     """A frozen weight [E, out, in] of E experts in the tensors of its format.
 
-    `values` and `scales` are parameters with the experts as first axis, so that ranks can share them. Tables of the
+    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard them. Tables of the
     format are buffers. All tensors hold their bits as integers, so that conversions such as `layer.bfloat16()`, mixed
     precision and collectives do not change them. A conversion only changes the attribute `dtype`.
 

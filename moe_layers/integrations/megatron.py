@@ -39,7 +39,7 @@ class GroupedExperts(MegatronModule):
     """The experts of a rank in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
 
     With `gradient_accumulation_fusion`, backward adds the weights' gradients to `main_grad`, in its dtype. With
-    `delay_wgrad_compute`, `backward_dw` computes these gradients.
+    `delay_wgrad_compute`, `backward_dw` computes these gradients. H is the width of the tokens.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -105,7 +105,7 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def delay(self, *gradient: Tensor) -> bool:
-        """If gradients are delayed, keep the operands of one for `backward_dw`. Return whether they are delayed."""
+        """Return whether weight gradients are delayed. If so, keep these operands of a gradient for `backward_dw`."""
         if self._delays:
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # direct reference, because saved-tensor hooks may drop attributes
+        ctx.experts, ctx.parameter = experts, weight  # the parameter itself: saved-tensor hooks may drop `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

@@ -112,8 +112,8 @@ class AllGatherDispatcher(RankDispatcher):
 class PaddedAllGatherDispatcher(AllGatherDispatcher):
     """Gathers the tokens of all ranks. Ranks may have different numbers of tokens.
 
-    Works like `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the longest rank send
-    padding. The host synchronises to read the longest rank's number of tokens before any token is sent.
+    Works like `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the maximum send
+    padding. The host synchronises to read the maximum number of tokens before any token is sent.
     """
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:

@@ -36,7 +36,7 @@ class _Outgoing(NamedTuple):
     slots: Slots
     order: Permutation  # permutation of [T * K, 1] slots, so `row_to_token` holds slots
     counts: Tensor  # [P, E / P]: number of slots for each rank's experts
-    capacity: int | None  # rows sent to each rank, with padding; None sends exactly the slots
+    capacity: int | None  # number of rows sent to each rank, with padding; None sends exactly the slots
 
 
 class AllToAllDispatcher(RankDispatcher):
@@ -80,7 +80,7 @@ class AllToAllDispatcher(RankDispatcher):
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
         """Return each rank's number of slots for each local expert, and the numbers that must equal `agreed`.
 
-        Fail by `check_on_device` if the counts exceed the capacity.
+        Fail by `check_on_device` if a rank's counts exceed its capacity, or if ranks have different capacities.
         """
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:

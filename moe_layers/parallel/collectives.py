@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _OPS = torch.ops._c10d_functional
 
-# A checkpointed region saves the results of these ops, so that its recomputation need not communicate.
+# `save_communication` keeps the results of these ops, so that a recomputation need not communicate.
 COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.default, _OPS.all_to_all_single.default]
 
 

@@ -57,8 +57,8 @@ class ExpertParallel(ParallelStyle):
     Args:
         dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
             "allgather" sends all tokens to all ranks and needs equally many on each; the host waits for a count while
-            the tokens are in flight. "auto", the default, chooses "allgather" if P is at most top_k, because it then
-            sends no more data. "overlapped" works like "allgather" but overlaps part of the communication with
+            the tokens are in flight. "auto", the default, chooses "allgather" if P, the number of ranks, is at most
+            top_k, because it then sends no more data. "overlapped" is "allgather" with some communication overlapped by
             computation. The GPUs must be in one host, and each saves all ranks' tokens: see `OverlappedDispatcher`.
         average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
@@ -67,15 +67,15 @@ class ExpertParallel(ParallelStyle):
             other rank at most that multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has
             room for all kept slots, because they may lie in one chunk. With a limit there is no host synchronisation,
             and CUDA graphs can capture the layer. Default: no limit.
-        chunks: parts of the tokens; one is sent while another is computed. With more chunks the weights are read more
-            often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and its first
-            chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
-        reserved_sms: SMs that the experts' GEMMs leave to communication. Results stay bitwise equal. Default: 0, or 2
-            for "overlapped".
+        chunks: number of parts of the tokens; one part is sent while another is computed. With more chunks the weights
+            are read more often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and
+            its first chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
+        reserved_sms: number of SMs that the experts' GEMMs leave to communication. Results stay bitwise equal. Default:
+            0, or 2 for "overlapped".
 
     Raises:
-        NotImplementedError: "overlapped" with weights on the input, `recompute` or `batch_invariant`, when
-            applied or called.
+        NotImplementedError: "overlapped" with weights on the input, `recompute`, `batch_invariant`, a precision or
+            quantised weights, when applied or called.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collectives import Ranks, wait
 
-Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh and sharding dimensions of a tensor; None if it is plain
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh, mesh dimensions that shard a tensor; None if it is plain
 
 
 @torch.no_grad()
@@ -72,7 +72,7 @@ def _sharding(gradient: Tensor) -> Sharding:
 
 
 def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
-    """Return the norm of equally sharded tensors. The arguments are this rank's shards."""
+    """Return the norm of equally sharded tensors. `shards` holds this rank's part of each."""
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
     # All ranks must gather the same dtype, so promote over all tensors, also those without elements on this rank.

@@ -53,7 +53,7 @@ class RankDispatcher(ABC):
     Args:
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
-        chunks: parts of the tokens; one is sent while another is computed.
+        chunks: number of parts of the tokens; one part is sent while another is computed.
         gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the gradient
             of the outputs by the scale, because that gradient is smaller than those of the parameters. Gradients of
             tokens and routing weights are divided by the scale again, which is exact for powers of two.
@@ -69,7 +69,7 @@ class RankDispatcher(ABC):
 
     @disable_dynamo
     def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> PendingChunks:  # tokens [T, D]
-        """Dispatch each chunk, compute it, and start to combine it."""
+        """Dispatch each chunk, compute the experts, and start to combine their outputs."""
         tokens = scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
         return PendingChunks(list(self.pending(tokens, slots, experts)), len(tokens), self.gradient_scale)
@@ -107,7 +107,7 @@ def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
 
 
 def row_bytes(tokens: Tensor) -> int:
-    """Return the bytes per token. If the ranks' numbers differed, a collective would mix up tokens or hang."""
+    """Return the number of bytes of a token. If it differed between ranks, a collective would mix up tokens or hang."""
     return tokens.shape[1] * tokens.element_size()
 
 
@@ -145,7 +145,7 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
 
 
 class PendingChunks:
-    """The outputs of all chunks, in flight. Not a `Pending`: compiled code would guard each call's function `wait`."""
+    """All chunks' outputs, in flight. This is no `Pending`, because compiled code would guard each call's `wait`."""
 
     def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks

@@ -29,7 +29,7 @@ from .collectives import Ranks, wait
 
 
 class Gathering(NamedTuple):
-    """A gather, in flight, of every rank's tensor [N, ...], in parts.
+    """A gather in flight. It collects every rank's tensor [N, ...] in parts.
 
     `wait` returns a part of `whole`, ready for use on the current stream. Call it for each part in order.
     """
@@ -48,12 +48,12 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
-        """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations have
-        arrived or were abandoned, for example by a recomputation that stopped once it had all tensors for backward."""
+        """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
+        have arrived or been abandoned, as by a recomputation that stopped once it had all tensors for backward."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
-        """Start to gather [N, ...] in parts of the given numbers of rows."""
+        """Start to gather every rank's tensor [N, ...]. Part i has `lengths[i]` rows of each rank."""
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:

@@ -46,8 +46,8 @@ class CapacityFactor:
 
 
 def positive_ratio(owner: str, factor: float) -> tuple[int, int]:
-    """Return the factor's decimal digits as an integer ratio: 1.1 becomes 11 / 10. Raise ValueError unless it is
-    positive."""
+    """Return the factor's decimal digits as an integer ratio: 1.1 becomes 11 / 10. Raise ValueError unless the
+    factor is positive."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         raise ValueError(f"{owner}: factor must be a positive number, got {factor!r}")
     return Fraction(str(factor)).as_integer_ratio()

@@ -78,11 +78,11 @@ class CustomAssignment(Assignment):
 
     Args:
         route: a function, but no module, because the layer would not register the module's parameters.
-        max_experts_per_token: limit for pairs; a token's further pairs are ignored. Default: the number of experts.
+        max_experts_per_token: limit on a token's pairs; further pairs are ignored. Default: the number of experts.
 
     Raises:
-        ValueError: `route` is a module or not callable, or the number is not positive. In forward: `route` returns a
-            wrong shape, dtype or device.
+        ValueError: `route` is a module or not callable, or `max_experts_per_token` is not positive. In forward: `route`
+            returns a wrong shape, dtype or device.
     """
 
     route: Callable[[Tensor], tuple[Tensor, Tensor] | TokenExpertPairs]

@@ -94,7 +94,7 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# Each number is added to a count before the count is rounded down to the multiple.
+# Each function returns the number that is added to a count before the count is rounded down to the multiple.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
@@ -136,10 +136,10 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # No gather by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
+        # Do not gather by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
-        num_chosen = is_chosen.cumsum(1)  # [E, T] running count by score
+        num_chosen = is_chosen.cumsum(1)  # [E, T] running count, highest score first
         counts = num_chosen[:, -1:]
         # Chosen tokens precede the others. Both groups have the highest score first.
         rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)

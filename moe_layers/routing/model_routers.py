@@ -57,7 +57,7 @@ class AttachedRouter(Protocol):
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # implementation and w_up of enabled experts
 
-    def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # [T, K] int32
+    def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # `add` gets [T, K] int32
 
     def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> AbstractContextManager[None]: ...
 

@@ -171,7 +171,7 @@ class _Replay:
         self.name, self.router = name, router
         _check_choices("replay", name, router, choices)
         self.choices = list(choices)
-        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1] bool each
+        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1]: tokens that keep the router's choice
         self.position = 0
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):

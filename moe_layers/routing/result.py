@@ -16,7 +16,7 @@ class LayerRouting(NamedTuple):
     Attributes:
         topk_experts: [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token.
         topk_weights: [T, K] float32.
-        logits: [T, E] float32, as scored: capped if the router has a cap.
+        logits: [T, E] float32, from which the scores are computed: after the soft cap, if the router has one.
         tokens_per_expert: [E] int32, number of tokens that each expert got. E includes the zero experts.
         chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without one.
         chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without one.

@@ -65,7 +65,7 @@ def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]
 def _positions(
     arrays: list[Tensor], attention_mask: Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[list[Tensor], int]:
-    """Return the batch's token index for each row of each array, and the number of tokens of the batch."""
+    """Return the index in the batch of each token of each array, and the number of tokens of the batch."""
     if attention_mask is not None and lengths is not None:
         raise ValueError("RoutingReplay.from_rollouts: one of attention_mask and lengths must be None, got both")
     if attention_mask is not None:

@@ -21,7 +21,7 @@ class Entry(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    start: int  # byte in the buffer
+    start: int  # offset in the buffer, in bytes
     checksum: int | None
 
 

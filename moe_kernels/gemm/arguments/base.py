@@ -19,14 +19,14 @@ from ...types import TileTable
 
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
-    """Return the rows per group, rounded up to a power of two."""
+    """Return the average number of rows per group, rounded up to a power of two."""
     rows = -(-num_rows // (num_groups or 1))
     return 1 << (rows - 1).bit_length() if rows else 1
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return (dtype, contiguity of each axis, is_aligned, has_lines). `is_aligned`: the address and other strides are
-    multiples of 16 bytes, as TMA needs. `has_lines`: every stride longer than a cache line is a multiple of it."""
+    """Return (dtype, contiguity of each axis, is_aligned, has_lines). `is_aligned`: the address and strides other than
+    1 are multiples of 16 bytes, as TMA needs. `has_lines`: strides longer than a cache line are multiples of it."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 

@@ -159,8 +159,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Return the properties of all problems, collected in one pass. Problems must have no errors. The pass is the
-        main CPU cost of a call."""
+        """Return the properties of all problems, collected in one pass, which is the main CPU cost of a call.
+        Call only if `error` returns None."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()

@@ -95,8 +95,8 @@ class GroupedGemmKernel(RowTileKernel):
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """Return the error of `preactivation`, or None. The requirements on `out` also apply here. With a gated
-        activation, the up half must be aligned like a separate matrix."""
+        """Return the error of `preactivation`, or None. `preactivation` must meet the requirements on `out`. With a
+        gated activation, the up half must be aligned like a separate matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None

@@ -16,7 +16,7 @@ _FAST_FLOAT64 = frozenset({80, 90})
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Return whether float64 products are as fast as float32 products. In the interpreter they are."""
+    """Return whether float64 products are as fast as float32 products. Return True in the interpreter."""
     return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
 
 

@@ -95,7 +95,7 @@ def _grouped_gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes one [BLOCK_M, BLOCK_N] tile of out. Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    """One program writes one tile of `GroupedGemmArguments.out`. Grid: (capacity * cdiv(N, BLOCK_N),)."""
     num_column_tiles = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES
@@ -214,7 +214,7 @@ def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] 
 
 EXTRA = ("extra_a", "extra_b")
 
-# Every tile fits 99 KiB of shared memory, the least of the supported GPUs.
+# Every tile fits 99 KiB, the smallest shared memory of a supported GPU.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
     # The last two configurations are for the few columns of adapters.

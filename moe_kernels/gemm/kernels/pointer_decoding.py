@@ -28,7 +28,7 @@ MAX_ROWS = 512
 
 # Cost of decoding one value, in tensor-core multiplications. Decoding takes about 6 instructions of 128 lanes.
 _DECODING = 40
-_CACHE_LINE = 128  # values of 8 bits
+_CACHE_LINE = 128  # number of 8-bit values in a cache line
 
 
 @triton.jit
@@ -202,8 +202,8 @@ class DecodingGemm(Kernel):
 
 
 def _precision(a: Tensor) -> str | None:
-    """Return the precision of products of float32 rows. Triton up to 3.8 cannot compile float64 products of operands
-    made from bytes."""
+    """Return `dot_precision`, with "float64" replaced by "float32". Triton up to 3.8 cannot compile float64 products of
+    operands made from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

@@ -34,7 +34,7 @@ def _gemm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes one [BLOCK_M, BLOCK_N] tile of out[l]. Grid: (L * cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)."""
+    """One program writes one tile of FORWARD(A[l] @ B[l]). Grid: (L * cdiv(M, BLOCK_M) * cdiv(N, BLOCK_N),)."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     num_column_tiles = tl.cdiv(N, BLOCK_N)
     batch = (tl.program_id(0) // (num_row_tiles * num_column_tiles)).to(tl.int64)

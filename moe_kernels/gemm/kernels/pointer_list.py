@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous axes are multiples of this many elements
-    OUT_PIECE: tl.constexpr,  # addresses and sizes of out are multiples of this many elements
+    PIECE: tl.constexpr,  # divides the addresses, leading dimensions and contiguous axes of A and B, in elements
+    OUT_PIECE: tl.constexpr,  # divides the addresses, leading dimensions and row lengths of out, in elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
@@ -136,9 +136,9 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (the rule of thumb takes the first), alignment. Every tile
-# fits the shared memory of the smallest supported GPU. Without alignment, each element needs its own address, and only
-# small tiles have enough registers for that.
+# Each entry: tile, warps, stages, choices of programs per SM (at equal cost, the rule of thumb takes the first),
+# alignment. Every tile fits the smallest shared memory of a supported GPU. Without alignment, each element needs its
+# own address, and only small tiles have enough registers for that.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

@@ -32,7 +32,7 @@ def _wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program writes one [BLOCK_K, BLOCK_N] tile of out[g], or adds to it.
+    """One program stores a [BLOCK_K, BLOCK_N] tile of A[start:end].T @ dout[start:end] in out[g], or adds the tile.
 
     Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),).
     """

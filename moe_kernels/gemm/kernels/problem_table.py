@@ -46,7 +46,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # One copy uploads the problems and then the tiles, as two int32 in each int64.
+    # One copy uploads the problems and the tile list. Each int64 of the tile list holds two int32.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -98,7 +98,7 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """Check the further requirements of a kernel that needs alignment. The arguments are aligned."""
+        """Check the remaining requirements of a kernel that needs alignment. Called only with aligned arguments."""
 
     def table(
         self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True

@@ -1,7 +1,7 @@
 """Grouped GEMM for few rows per group, bound by the time to read the weights. Any CUDA GPU of capability 8.0 or later.
 
-Tiles of 16 rows and few columns give many programs, and several of them share an SM, so that many bytes of the weights
-are in flight. Each step of the reduction reads long pieces of the weight's rows.
+Tiles of 16 to 64 rows and few columns give many programs. Several programs share an SM, so that many bytes of the
+weights are in flight. Each step of the reduction reads long pieces of the weight's rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
 _TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
-_MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; above it a warp-specialised kernel is faster
+_MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; with more, warp-specialised kernels are faster
 _READING = 100  # cost of reading one value of a weight, in the unit of `RowTileKernel.estimate`
 _SHORT_REDUCTION = 1024
 
@@ -234,7 +234,7 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))
 
 
-# The fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). The first one is for short reductions.
+# The fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for short reductions.
 # Gated kernels need wider halves than 16 columns: Triton up to 3.7.0 miscompiles the instruction that stores such
 # halves (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))

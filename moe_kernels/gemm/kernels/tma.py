@@ -1,6 +1,6 @@
 """Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
 
-The output is written through ragged descriptors, so a tile that is only partly in a group writes only its own rows.
+The output is written through ragged descriptors, so a tile that is only partly in a group writes only the group's rows.
 With an activation, a tile multiplies A by the same columns of B's gate half and up half and stores both, rounded, in
 `preactivation`. The kernel then adds the bias to the stored values and writes their activation to `out`. Without an
 activation, the bias is added before the product is rounded.
@@ -50,7 +50,7 @@ def _tma_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile. Grid: (number of SMs,)."""
+    """Each program writes every num_programs-th tile of FORWARD(A @ B[g] + bias[g]). Grid: (number of SMs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
     GATED: tl.constexpr = FORWARD is not None
     if row_to_token_ptr is None:

@@ -95,7 +95,7 @@ def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
     """Return the implementation to run, like `choose`, for an op with kernels that also take float8 operands.
 
     Raises:
-        NotImplementedError: the GPU does not multiply float8, or `choose` raises.
+        NotImplementedError: the GPU does not multiply float8, or as for `choose`.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

@@ -107,9 +107,9 @@ class GroupedProblem:
             kernel: a kernel of the catalog (`get_kernels`); None selects one.
 
         Raises:
-            ValueError: as `grouped_gemm_list`, also for `out_list`. An operand requires grad while gradients are
+            ValueError: as for `grouped_gemm_list`, also for `out_list`. An operand requires grad while gradients are
                 recorded, or has no contiguous axis. `kernel` does not support the operands.
-            NotImplementedError: as `grouped_gemm_list`.
+            NotImplementedError: as for `grouped_gemm_list`.
         """
         op = "GroupedProblem.from_lists"
         _check(op, a_list, b_list)

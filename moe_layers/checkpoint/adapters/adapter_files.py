@@ -2,8 +2,8 @@
 
 PEFT wraps an experts module once per adapted parameter [E, out, in], and stores `lora_A.weight` and `lora_B.weight` of
 each wrapper. Their names contain one `base_layer` per enclosing wrapper. The module's first parameter has the innermost
-wrapper. Among parameters in 4 bits, which are parametrizations, the first name in the alphabet has the innermost
-wrapper. The widths of gated experts tell which order a file has.
+wrapper. Parameters in 4 bits are parametrizations: there, the alphabetically first name has the innermost wrapper. If
+experts are gated, the widths of lora_A and lora_B tell which order a file has.
 
     orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
     orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
@@ -265,8 +265,8 @@ def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool) -> Expert
 
 
 def _read(pair: _Pair, orientation: str) -> tuple[Tensor, Tensor]:  # a [E, r, in], b [E, out, r]
-    slow = pair.a.unflatten(0, (-1, pair.rank))  # [E, r, n]
-    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, m]
+    slow = pair.a.unflatten(0, (-1, pair.rank))  # [E, r, n]; n is `in` in orientation "0.19", else `out`
+    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, m]; m is the other of the two
     return (slow, fast.transpose(1, 2)) if orientation == "0.19" else (fast, slow.transpose(1, 2))
 
 

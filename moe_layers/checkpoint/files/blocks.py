@@ -141,7 +141,7 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
-    """Return the layouts whose weights all exist in the block. Layouts that another one contains are left out."""
+    """Return the layouts whose weights all exist in the block, except proper subsets of another such layout."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [

@@ -63,7 +63,7 @@ class Key:
 
     @property
     def is_in_order(self) -> bool:
-        """Return whether a matrix on disk has the byte order of its part of our parameter."""
+        """Return whether the elements of a matrix have the same order on disk as in our parameter."""
         return not (self.transposed or self.interleaved)
 
     @property

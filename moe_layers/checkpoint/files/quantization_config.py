@@ -12,7 +12,7 @@ _FLOAT8_BLOCK = [128, 128]
 
 
 def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
-    """Return the number of rows and columns that share a scale.
+    """Return the numbers of rows and columns of a float8 weight that share a scale.
 
     Raises:
         ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.

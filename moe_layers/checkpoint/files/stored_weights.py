@@ -47,7 +47,7 @@ class Stored:
     num_bytes: int = 0
 
     def read(self, files: CheckpointFiles, rows: slice | None, device: torch.device | str) -> Tensor:
-        """Return the weight, or a range of its first axis, on `device`. Dequantises to float32."""
+        """Return the weight, or a range of its first axis, on `device`. A quantised weight is decoded to float32."""
         numbers, *others = (files.read(name, rows).to(device) for name in self.names)
         if self.encoding == "plain":
             return numbers

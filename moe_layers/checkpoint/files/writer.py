@@ -44,7 +44,7 @@ class ShardWriter:
             self._write_shard()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Hold a tensor, contiguous and on the CPU, until its shard is written."""
+        """Hold a tensor until its shard is written. The tensor must be contiguous and on the CPU."""
         if name in self._written or name in self._held:
             raise ValueError(f"checkpoint: {name} must be written once, got it twice")
         self.make_room(tensor.nbytes)

@@ -133,7 +133,7 @@ class Planner:
         return plan
 
     def _check_num_experts(self, config: MoEConfig, stacked: Shapes) -> None:
-        """Raise ValueError if both the router and the experts have another number of experts than `config`."""
+        """Raise ValueError if the router and the experts agree on a number of experts that differs from `config`'s."""
         name = next((name for name in OTHER_NAMES["router.weight"] if name in self.block.weights), None)
         router = None if name is None else self._describe(name)
         if router is None or len(router.shape) != 2:

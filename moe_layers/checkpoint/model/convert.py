@@ -148,7 +148,7 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if weights are no floating-point numbers, or a tensor of experts would keep its old name."""
+    """Raise ValueError if a plain weight is not floating point, or a tensor of experts would keep its old name."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")

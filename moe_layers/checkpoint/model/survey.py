@@ -23,7 +23,7 @@ class BlockSurvey:
         sizes: the sizes according to each of these layouts.
         bias: whether the experts have biases.
         experts: the experts' weights by name below the block, including weights of zero experts.
-        num_routed: number of the router's rows, without rows of zero experts.
+        num_routed: number of the router's experts, without zero experts.
         config: the configuration of the model, for the block's layer.
         wrong: the reasons why no layout fits.
     """

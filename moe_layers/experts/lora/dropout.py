@@ -5,7 +5,7 @@
 
 Each row, adapter and projection has its own mask, as in PEFT if the experts consist of linear layers. The steps
 are separate ops, and autograd keeps their inputs: X, H, A and Y, and per adapter the masks and the masked X and A.
-Autograd also keeps quantised weights in dequantised form.
+X holds the token of each slot. Autograd also keeps quantised weights in dequantised form.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def merge_lora(
         rounding alters the weight more than the adapter does. Otherwise an empty dict.
 
     Raises:
-        NotImplementedError: the experts are quantised and shared by ranks.
+        NotImplementedError: the experts are quantised and sharded over ranks.
         ValueError: there is no adapter, or a name is unknown; `fully_shard` was applied; `requantize` is set with plain
             weights; or less than `least_kept` survives. The layer is then unchanged.
     """
@@ -191,7 +191,7 @@ def _local_weight(experts: Any, projection: str) -> Tensor:
 
 
 def add_adapters(weight: Tensor, adapters: ExpertAdapters, projection: str) -> None:
-    """Add scale * b @ a to a weight, and round once. Only one expert's sum in the wider dtype exists at a time."""
+    """Add scale * b @ a to a weight in place. Sum in float32 or float64, one expert at a time, and round once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     pair = getattr(adapters, f"{projection}_a"), getattr(adapters, f"{projection}_b")
     a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in pair)

@@ -93,7 +93,7 @@ def _activated_pairs(
     up_pairs,
     bias,
     group,
-    first,  # first column of the pairs in the activation
+    first,  # column of the activation where the pairs start
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
@@ -136,7 +136,7 @@ def _write_activated(
     pairs,
     up_pairs,
     at,  # Finished: position of the tile
-    first,  # first column of all pieces in the activation
+    first,  # column of the activation where piece 0 starts
     bias,
     desc,
     buffer,

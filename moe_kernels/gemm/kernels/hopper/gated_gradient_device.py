@@ -1,10 +1,10 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
 The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
-Among the next tile's first reduction steps, every SPACING-th one also computes a piece of the finished tile's columns.
+Among the next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient.
 The steps in between give the tensor cores work for that time. A consumer has two buffers for pieces of H, the
-preactivation. It overwrites a piece of H with dH and stores dH. The last step before piece p starts to load piece
-p + 1. The first two pieces of a tile are loaded before the tile is finished.
+preactivation. The consumer overwrites each piece with the gradient dH and stores dH. The last step before piece p
+starts to load piece p + 1. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -70,8 +70,8 @@ def _differentiate(
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus the
-    row sums of the piece.
+    """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus
+    dA' * activation, summed over the columns of the piece.
 
     For rows past the group's end H is zero and the product is arbitrary. These rows are not written.
     """

@@ -39,7 +39,7 @@ def _pieces(epilogue: str | None) -> int:
     """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
 
     A step lasts as long as four wgmma instructions of each warpgroup. A thread then has time for about 16 values, or
-    64 without an exponential. A gated activation has half as many values.
+    64 without an exponential. A gated activation has half as many values as a plain activation.
     """
     if epilogue is None:
         return 0
@@ -50,12 +50,12 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return how many row tiles to compute together for each column tile if the last column tile takes half the time.
+    """Return the number of row tiles in a band if the last column tile takes half the time.
 
-    The last column tiles of a band follow one another, and every num_programs-th tile goes to the same program. With
-    most heights some programs get many last column tiles and others none. Programs with many run ahead, and the L2
-    cache drops data before the other programs read it. Bands begin equally often at every program whose number is a
-    multiple of `step`. So if the height is a multiple of `step`, every program gets equally many last column tiles.
+    A band is computed column by column, so its last column tiles follow one another. Every num_programs-th tile goes to
+    the same program. With most heights some programs get many last column tiles and others none. Programs with many run
+    ahead, and the L2 cache drops data before other programs read it. Bands begin equally often at every program whose
+    number is a multiple of `step`. If `step` divides the height, every program gets equally many last column tiles.
     """
 
     def unevenness(height: int) -> float:
@@ -130,7 +130,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 num_column_tiles,
-                # A tile's first steps each write one part of the previous tile, so it needs a step for every part.
+                # A tile's first steps each write one part of the previous tile. A tile needs a step for every part.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             _options(self, args.zero_tail, num_groups, extra_steps, band),

@@ -9,7 +9,7 @@ from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
 from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
-LONG_REDUCTION = gl.constexpr(16)  # steps from which warpgroups without rows multiply, too: see `_consume`
+LONG_REDUCTION = gl.constexpr(16)  # from this number of steps on, warpgroups without rows multiply, too: see `_consume`
 
 
 @gluon.jit

@@ -119,8 +119,8 @@ def produce(
     row_to_token_ptr,
     depth,
     b_desc,
-    extra_a_desc,  # None if the rows of A are gathered
-    extra_a_ptr,  # None unless the rows of A are gathered
+    extra_a_desc,  # None without EXTRA_STEPS, or if the rows of A are gathered
+    extra_a_ptr,  # None without EXTRA_STEPS, or if the rows of A are contiguous
     extra_a_stride,
     extra_depth,
     extra_b_desc,

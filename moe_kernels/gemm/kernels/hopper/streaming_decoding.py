@@ -32,7 +32,7 @@ def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
     """Return the cost of one group for one index along K.
 
     Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard deviations,
-    enough for most groups. With at most one row per group, few groups have rows, and narrow tiles occupy more SMs.
+    enough for most groups. With at most one row per group, narrow tiles cost less: few groups must occupy all SMs.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
@@ -41,7 +41,7 @@ def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
 
 
 class StreamingDecodingGemm(Kernel):
-    """Takes `DecodingGemmArguments` without adapters, if B[g] is the transpose of a quantised matrix."""
+    """Computes `DecodingGemmArguments` without `extra_a`, if B[g] is the transpose of a quantised matrix."""
 
     arguments_class = DecodingGemmArguments
     obstacle = OBSTACLE

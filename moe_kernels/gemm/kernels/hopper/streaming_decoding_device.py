@@ -1,6 +1,6 @@
 """Grouped GEMM of quantised weights for few rows per group, bound by the time to read and decode the weights.
 
-One program multiplies up to ROWS rows of a group by BLOCK_OUT rows of its weight [G, OUT, IN]. The copy engine streams
+One program multiplies a tile's rows, ROWS at a time, by BLOCK_OUT rows of a weight [OUT, IN]. The copy engine streams
 the weight through a ring in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a
 row at a time, decodes them in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
 ROWS can be as small as 8. wgmma would read decoded values from registers, too, but ptxas up to 12.9 miscompiles that.

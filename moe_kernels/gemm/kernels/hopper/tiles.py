@@ -21,8 +21,8 @@ LONG_WORK = gl.constexpr(4400)
 class Tiles:
     """The tiles of the product: row tiles from the table, or from the offsets of few groups, times column tiles."""
 
-    entries: gl.tensor  # pointer to [capacity, 2]; without a table, [MOST_WALKED] cumulative tile counts
-    bounds: gl.tensor  # pointer to [G + 2]; without a table, [MOST_WALKED] end rows of the groups
+    entries: gl.tensor  # pointer to [capacity, 2]; without a table, cumulative tile counts [MOST_WALKED] of `walk`
+    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G], then end rows [MOST_WALKED] of `walk`
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor

@@ -91,7 +91,7 @@ class ExpertsSpec:
         return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Reads no attribute, because PEFT would cache its value."""
+        """Return the weights to check at the first call. Do not read attributes: PEFT would cache their values."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -243,7 +243,7 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32, or the rows of a dispatcher
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # the module's own, if local tensors replace them in the call
+    parameters: tuple[Weight, Weight] | None = None,  # the module's parameters, if local tensors replace them
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that it holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)

@@ -1,6 +1,6 @@
 """transformers' FP8 experts: float8 blocks, or packed float4 with a power of two per 32 numbers.
 
-transformers has a separate registry of implementations for them.
+transformers has a separate registry of implementations for these experts.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class StoredMxfp4(nn.Module):
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         num_experts, size_out, num_blocks, _ = blocks.shape
         out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
-        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # needs no full copy
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # by expert: less memory
             matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
         return out
 

@@ -4,8 +4,8 @@ PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parame
 product of lora_A and lora_B to the parameter while the experts run. The forward here passes both factors to the experts
 instead, so that no tensor of the parameter's size is made. This forward is set on each wrapper, not on the class.
 
-In PEFT 0.18 and later, lora_A is [E * r, in] with rows e * r + i. lora_B is [out, r * E] with columns i * E + e. In and
-out are the parameter's second and third axis, or the reverse if PEFT swapped them.
+In PEFT 0.18 and later, lora_A is [E * r, in] with rows e * r + i. lora_B is [out, r * E] with columns i * E + e. `in`
+and `out` are the lengths of the parameter's second and third axis, or the reverse if PEFT swapped them.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
 
 def replace_new_forwards(place: Place, *_: object) -> None:
     """Replace the forward of wrappers that were added after `enable`. A hook calls this function before the forward of
-    the module that holds them."""
+    the module that holds the wrappers."""
     if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
         _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # torch's stubs declare a decorator
 
@@ -176,7 +176,7 @@ def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, co
 
 
 def _is_param_wrapper(module: nn.Module) -> bool:
-    """Return whether the class's forward is that of PEFT's ParamWrapper. Subclasses made by FSDP inherit it."""
+    """Return whether the module's class uses ParamWrapper's forward. Subclasses made by FSDP inherit this forward."""
     forward = type(module).forward
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
 

@@ -30,7 +30,7 @@ def rebuilt_in_backward(
     if any(parameter.is_inference() for parameter in parameters):
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
-    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` must not keep `copy` alive
+    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` would keep `copy` itself alive
 
     def rebuilt() -> Tensor:
         if tuple(parameter._version for parameter in parameters) != versions:

@@ -35,7 +35,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Return whether another library replaced the module's forward by one that does not wrap this package's."""
+    """Return whether another library replaced the module's forward without wrapping this package's forward."""
     forward = vars(module).get("forward")
     while forward is not None and not _is_run(forward):
         forward = getattr(forward, "__wrapped__", None)

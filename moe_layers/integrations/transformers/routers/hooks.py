@@ -278,7 +278,7 @@ class HookedRouter:
 
 
 def _num_experts(router: Any) -> int:
-    """Return the number of choices of a router, zero experts included."""
+    """Return the number of experts that a router can choose, zero experts included."""
     for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (router, "config")):
         value = getattr(holder, name, None)
         value = getattr(value, "num_experts", None) if name == "config" else value

@@ -2,8 +2,8 @@
 
     DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_layers")
 
-transformers shards the experts, reads only each rank's experts, wraps the model in FSDP2 and saves it. FSDP2 divides
-the gradients of experts by the number of all ranks.
+transformers shards the experts, reads on each rank only that rank's experts, wraps the model in FSDP2 and saves it.
+FSDP2 divides the gradients of experts by the number of all ranks.
 """
 
 from __future__ import annotations
