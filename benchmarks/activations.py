@@ -39,7 +39,7 @@ def bench_shape(shape: Shape, options: argparse.Namespace) -> list[Row]:
     timings = timed(functions, options)
     rows = []
     for name, gemms in (("forward", FORWARD_GEMMS), ("forward+backward", tuple(dense))):
-        # The bound of a plain activation halves the up-projection's time, because these GEMMs are compute-bound.
+        # A plain activation halves the up-projection's width, and so the time of these compute-bound GEMMs.
         ms = {gemm: timings[f"dense/{gemm}"].ms for gemm in gemms}
         bounds = {True: sum(ms.values()), False: sum(t / 2 if "up" in gemm else t for gemm, t in ms.items())}
         base = bounds[True] / timings[f"swiglu/{name}"].ms

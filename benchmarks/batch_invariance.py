@@ -2,8 +2,8 @@
 
     python -m benchmarks.batch_invariance --commit $(git rev-parse --short HEAD) --output benchmarks/results/inv.json
 
-Before timing, the first token's output in every batch is compared bitwise with the output of this token alone. Timings
-take turns in rounds. On a GPU, the forward of few tokens is also timed in a CUDA graph, without host time.
+Before timing, the first token's output in every batch is compared bitwise with the output of this token alone. Each
+round times every form once. On a GPU, the forward of few tokens is also timed in a CUDA graph, without host time.
 """
 
 from __future__ import annotations

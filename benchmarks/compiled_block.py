@@ -2,7 +2,7 @@
 
     python -m benchmarks.compiled_block --commit $(git rev-parse --short HEAD) --output benchmarks/results/block.json
 
-The block is checked before timing. Timings take turns in rounds.
+The block is checked before timing. Each round times every pass of both blocks, in another order.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def compiled(function, device: str):
 
 @torch.no_grad()
 def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
-    """Check the chosen experts' logits, and the output of tokens with equal choices, by the tests' error budget."""
+    """Check the chosen experts' logits, and the output where both blocks route alike, by the tests' error budget."""
     actual, compiled_routing = compiled(block.with_routing, device)(x)
     baseline, routing = block.with_routing(x)
     # float32 without TF32 is exact in comparison with 16-bit results.

@@ -3,8 +3,8 @@
     python -m benchmarks.generate --commit $(git rev-parse --short HEAD) --output benchmarks/results/generate.json
 
 The model is that of `benchmarks.huggingface`, with random weights. Prompts are random. Decoding is greedy, with a
-dynamic cache, and stops after a fixed number of new tokens. Implementations take turns in rounds. Before any timing,
-the logits of the prompts are checked: their error against float32 may be at most twice that of `grouped_mm`. An
+dynamic cache, and stops after a fixed number of new tokens. Each round times every implementation once. Before any
+timing, the logits of the prompts are checked: their error against float32 may be at most twice that of `grouped_mm`. An
 implementation of transformers that needs more memory than the GPU has is reported without a time.
 """
 

@@ -4,7 +4,7 @@
     python -m benchmarks.grouped_gemm --plot results.json
     python -m benchmarks.grouped_gemm --rows-per-expert 96 160 320 --gemms up up_dgrad
 
-Results of this package are checked before timing, and timings take turns in rounds. Implementations:
+Results of this package are checked before timing. Each round times every implementation once. Implementations:
 
     op                 grouped_gemm or grouped_gemm_wgrad, which makes the tile table and the output on each call
     kernel             the kernel that the op selects, with table and output made before, as in the layer

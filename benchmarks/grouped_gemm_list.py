@@ -3,7 +3,7 @@
     python -m benchmarks.grouped_gemm_list --commit $(git rev-parse --short HEAD) --output results.json
     python -m benchmarks.grouped_gemm_list --plot results.json
 
-Every result is checked before timing, and timings take turns in rounds. Implementations:
+Every result is checked before timing. Each round times every implementation once. Implementations:
 
     mm_loop     one torch.mm (cuBLAS) per problem, which allocates its output
     op          grouped_gemm_list, which makes the outputs and the table on each call

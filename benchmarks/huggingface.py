@@ -5,8 +5,8 @@
     python -m benchmarks.huggingface --routing --output benchmarks/results/huggingface_routing.json
 
 The model has the width of Qwen3-30B-A3B, four layers and random weights. The benchmark times one MoE block, router
-included, forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Timings
-take turns in rounds. Peak memory is the highest during a call minus the memory allocated before it, so it excludes
+included, forward and backward; and a training step of the model: forward, loss, backward and a fused AdamW. Each round
+times every form once. Peak memory is the highest during a call minus the memory allocated before it, so it excludes
 parameters and optimizer states. With `--lora` both models have PEFT's adapters of that rank on the experts' weights,
 and only these are trained. With `--routing`, steps of our model with statistics of its routers, and with its own
 choices replayed, take turns with the others. The replayed step must have the loss of the plain one, bit by bit.

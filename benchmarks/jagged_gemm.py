@@ -3,8 +3,8 @@
     python -m benchmarks.jagged_gemm --commit $(git rev-parse --short HEAD) --output results.json
     python -m benchmarks.jagged_gemm --plot results.json
 
-Every result is checked before timing, and timings take turns in rounds. The bound is cuBLAS on `a_packed @ b`, or its
-two gradients, in the same run. Implementations:
+Every result is checked before timing. Each round times every implementation once. The bound is cuBLAS on
+`a_packed @ b`, or its two gradients, in the same run. Implementations:
 
     op          jagged_gemm, with the selected kernel; its tiles may cross groups
     by_group    the catalog's fastest kernel whose tiles do not cross groups, forward only

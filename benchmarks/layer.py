@@ -11,7 +11,7 @@
 start at multiples of 16 bytes; other shapes have no baseline. Shapes that exceed the GPU's memory are left
 out.
 
-Every shape is checked before timing. Timings take turns in rounds. The dense bound of a pass is measured in the same
+Every shape is checked before timing. Each round times each form once. The dense bound of a pass is measured in the same
 run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated
 after a forward minus that before it, including the output but not the input. Peak memory is the highest during forward
 and backward minus that before them, including gradients.

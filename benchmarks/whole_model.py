@@ -8,10 +8,10 @@ each decoder layer compiled, and one CUDA graph of the whole pass. Full training
 PEFT's adapters of the experts and of attention. A training step is forward, backward and a fused AdamW, whose learning
 rate of 0 keeps the weights. `generate` decodes greedily with a dynamic cache after a prompt.
 
-Implementations share the parameters and take turns in rounds. `host_ms` is the wall-clock time of one call that
-begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory allocated
-before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest implementation of
-transformers in the same rows.
+Implementations share the parameters. Each round times each of them once. `host_ms` is the wall-clock time of one call
+that begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory
+allocated before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest
+implementation of transformers in the same rows.
 
 Every implementation is first checked against float32, as in `benchmarks.huggingface`. Before each timing, the loss and
 the norm of the gradient must agree with those of transformers' default in eager mode. An implementation that fails has

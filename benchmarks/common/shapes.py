@@ -87,7 +87,7 @@ PUBLISHED = by_name(
     Shape("arctic", 16384, 7168, 4864, 128, 2),
     Shape("nemotron-3-nano", 16384, 2688, 1856, 128, 6, "relu_squared"),
 )
-TOKENS = (16384, 4096, 65536)  # numbers of tokens of the unseen layers, in the order of their measurement
+TOKENS = (16384, 4096, 65536)  # numbers of tokens of each layer in UNSEEN, in the order of measurement
 UNSEEN = by_name(*(shape.with_tokens(number) for number in TOKENS for shape in (PUBLISHED | SHAPES).values()))
 
 # The widths of off-grid shapes are multiples of 8 but not of 64. TMA cannot address the rows of no-tma shapes, because

@@ -32,7 +32,7 @@ from .slot_values import launch_row_weights, launch_slot_sums
 
 
 class ScaledMatrices(NamedTuple):
-    """A weight in e4m3 as the second operand of a GEMM of rows."""
+    """An e4m3 weight with a scale per 128 x 128 block, as the second operand of a grouped GEMM."""
 
     values: Tensor  # [E, K, N], stored as [E, N, K]
     scales: Tensor  # [E, K / 128, N / 128], rounded up

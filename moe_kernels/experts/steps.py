@@ -368,7 +368,7 @@ def b_down_gradient(
     dout: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [E, D]
-    """Return the sum over each expert's rows of weight * dout."""
+    """Return each expert's sum of dout over its rows, times the routing weights unless `weight_on_input`."""
     assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
     row_weights = None if weights is None else rows.permute(weights.new_ones(len(dout), 1), weights)

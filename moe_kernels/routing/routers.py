@@ -159,8 +159,8 @@ def routing_weights(
 
     Args:
         logits: the `logits` of a `Routing`, after the cap if the spec has one.
-        topk_experts: ids in [0, E), or -1. Checked on the CPU. On a GPU a check would need a host synchronisation, so a
-            slot with another id counts as empty.
+        topk_experts: ids in [0, E), or -1. A slot with another id counts as empty, but an id of E or more on the CPU
+            raises. On a GPU that check would need a host synchronisation.
 
     Raises:
         ValueError: wrong shape or dtype, `spec` cannot choose as many experts, or an id on the CPU is E or more.

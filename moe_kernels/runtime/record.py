@@ -69,7 +69,7 @@ class Record:
         return [None if read is None else read(memory) for read in self._outputs]
 
     def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
-        """Return the function that looks up or creates the tensor of a Ref."""
+        """Return a function from a run's `memory` to the tensor of `ref`: an entry of the list, or a view of one."""
         place, offset, form = ref
         born = self._born[place]
         if offset == 0 and form == born:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 LINE_BYTES = 128  # a cache line; the copy engine reads a row in pieces of this size
-_LEAST_BYTES = 1024  # shorter rows are not padded: padding would add more than an eighth to their memory
+_LEAST_BYTES = 1024  # shorter rows are not padded: padding could add more than an eighth to their memory
 _COPIED_BYTES = 16  # rows that the copy engine reads must start at multiples of this number
 _MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 

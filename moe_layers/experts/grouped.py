@@ -98,7 +98,7 @@ class GroupedExperts(nn.Module):
         self.num_experts = num_experts
         # A function (name, parameter that several ranks share) -> this rank's part of the parameter.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
-        self.reserved_sms = 0  # see `fused_experts`
+        self.reserved_sms = 0  # SMs that persistent GEMMs leave to concurrent communication
         self.adds_to_main_grad = False
         self.lora: nn.ModuleDict | None = None  # `ExpertLoRA` by name, from `add_lora`
         self.unmerged: Unmerged | None = None  # state that `unmerge_lora` restores

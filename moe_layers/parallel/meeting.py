@@ -17,7 +17,7 @@ from moe_kernels.runtime.pytorch import default_store
 from ..checks import first_three
 
 SECONDS = 15.0  # limit of a wait; stores notice it late, and an error should take at most 20 seconds
-_turns: Counter[str] = Counter()  # number of past meetings by op and ranks; meetings that ranks left count, too
+_turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including those that timed out
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute of errors that all ranks know; its value is the op
 

@@ -35,7 +35,7 @@ class _AcrossTokens(Assignment):
 
     @abstractmethod
     def max_rows(self, num_tokens: int, num_experts: int, top_k: int) -> int:
-        """Return an upper bound on the tokens that all experts take together."""
+        """Return an upper bound on the number of token-expert pairs."""
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
         return num_experts

@@ -134,7 +134,7 @@ class _Stream:
 def _naming(root: Any) -> SimpleNamespace:
     """Return the attributes of a model that transformers reads to name its weights.
 
-    Conversions of a quantiser are left out: weights are dequantised here, or keep their names.
+    A quantiser's conversions are left out: `iter_weights` dequantises the weights, or yields them as they are stored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange

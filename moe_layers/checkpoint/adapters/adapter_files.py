@@ -45,9 +45,9 @@ class AdapterReport:
     """The use of every tensor of an adapter file. `str()` returns a summary.
 
     Attributes:
-        orientation: "0.19" or "0.18".
+        orientation: order of the factors' axes, "0.19" or "0.18", as in the module's docstring.
         told_by: how the orientation was found: "argument", "shapes" or "peft_version".
-        used: names of the tensors of each adapted parameter, each used once.
+        used: adapted parameter -> names of its lora_A and its lora_B in the file. Each tensor is used once.
         others: names of tensors that adapt other modules.
     """
 

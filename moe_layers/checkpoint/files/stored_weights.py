@@ -33,9 +33,9 @@ class Stored:
 
     Attributes:
         encoding: "plain", "float8", "float4" or "mxfp4".
-        names: the tensors on disk: the weight, or its numbers and their scales.
+        names: names of the tensors on disk: the weight itself, or its quantised values and their scales.
         shape: shape of the weight.
-        dtype: dtype of the numbers on disk.
+        dtype: dtype of the first tensor on disk.
     """
 
     name: str

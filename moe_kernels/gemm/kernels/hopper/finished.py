@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Without `pinned`, the compiler unpacks the pairs of columns, and waits for them, right after the load.
+        # Without `pinned`, the compiler unpacks the 16-bit bias right after the load, and so waits for the load there.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 

@@ -165,7 +165,7 @@ def write(value, desc, at, buffer):
 
 @gluon.jit
 def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Write one of PIECES equal pieces of columns to the staging buffer, piece 0 first."""
+    """Write column piece PIECE of PIECES to the staging buffer. Piece 0 must be first: it waits for the last `send`."""
     if PIECE == 0:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = value.shape[1]
