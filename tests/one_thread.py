@@ -16,9 +16,11 @@ class OneThread(distributed.ProcessGroupGloo):
     string without a lock (PyTorch 2.13, `ProcessGroupGloo::runLoop`). With several collectives in flight, a process
     occasionally dies of a double free."""
 
-    def __init__(self, store: distributed.Store, rank: int, size: int, timeout: timedelta):
+    def __init__(self, store: distributed.Store, rank: int, size: int, timeout: timedelta, **settings: bool):
         options = self._Options()
         options._devices, options._timeout, options._threads = [self.create_default_device()], timeout, 1
+        for name, value in settings.items():  # `enable_reconfigure` from PyTorch 2.14 on
+            setattr(options, name, value)
         super().__init__(store, rank, size, options)
 
 
