@@ -89,7 +89,7 @@ class Design:
     tma: bool = False
     group_tiles: int = 8  # row tiles computed for one column tile before the next, to share operands in the L2 cache
 
-    @functools.cached_property
+    @property
     def tile_options(self) -> dict[str, int]:
         """Return the compile-time options of a kernel whose tiles are [BLOCK_M, BLOCK_N] of out."""
         block_m, block_n, block_k = self.tile_shape

@@ -303,7 +303,15 @@ REFUSED = {
     "jetmoe": "the block adds a bias to its output",
     **dict.fromkeys(("muse_spark", "muse_spark_text"), "the experts end in an RMSNorm"),
     **dict.fromkeys(
-        ("inkling", "inkling_mm_model", *(f"inkling{n}" for n in ("_text", "2", "2_text", "2_loop", "2_loop_text"))),
+        (
+            "inkling",
+            "inkling_mm_model",
+            "inkling_text",
+            "inkling2",
+            "inkling2_text",
+            "inkling2_loop",
+            "inkling2_loop_text",
+        ),
         "routed and shared experts are normalised together",
     ),
     "dots3_note_vision_encoder": "experts of vision models differ in number and size by layer",

@@ -1,11 +1,9 @@
 """Tiny transformers models in float64 for several ranks, and the results of one process on all their tokens."""
 
-import tempfile
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -16,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_layers.integrations.transformers import enable, shard_experts
 
 from ..checkpoint.tiny_models import LATENT_ATTENTION
+from ..processes import shared_folder
 from .models import SIZES
 
 CONFIGS = {
@@ -178,13 +177,6 @@ def assert_close(actual, expected, message=""):
 def own(data):
     """Return this rank's part of the data."""
     return data[distributed.get_rank()]
-
-
-def shared_folder():
-    """Return a new folder that all ranks know."""
-    folder = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
-    distributed.broadcast_object_list(folder)
-    return Path(folder[0])
 
 
 def saved(model, **options):

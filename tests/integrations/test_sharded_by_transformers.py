@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import distributed
 
-from ..processes import make_test
+from ..processes import make_test, shared_folder
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -24,7 +24,6 @@ from .sharded_models import (  # noqa: E402
     own,
     saved,
     shard,
-    shared_folder,
     whole,
 )
 

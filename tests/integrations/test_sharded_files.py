@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ..processes import make_test, on_cpu
+from ..processes import make_test, on_cpu, shared_folder
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -29,7 +29,6 @@ from .sharded_models import (  # noqa: E402
     loss_of,
     saved,
     sharded,
-    shared_folder,
     whole,
 )
 

@@ -13,7 +13,7 @@ from moe_kernels.runtime.pytorch import is_in_backward
 from moe_layers import BalanceLosses, RoutingReplay, observe, save_routing, update_selection_bias
 from moe_layers.parallel.alltoall import AllToAllDispatcher
 
-from ..processes import make_test
+from ..processes import make_test, shared_folder
 from ..tiers import slow
 
 transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
@@ -31,7 +31,6 @@ from .sharded_models import (  # noqa: E402
     loss_of,
     own,
     shard,
-    shared_folder,
     whole,
 )
 

@@ -80,6 +80,7 @@ def check_equals_dense(device, **options):
 
     def run(dtype, implementation, by_formula=False):
         layer = make_layer(device, implementation=implementation, **options).to(dtype)
+        # These tokens get fewer experts than top_k, and more, under every router of the tests.
         x = make_x(device, seed=4).to(dtype).requires_grad_()
         y, routing = layer(x, return_routing=True)
         y = dense(layer, x, routing) if by_formula else y

@@ -72,12 +72,10 @@ def test_a_small_factor_computes_fewer_rows(device, monkeypatch):
 def test_position_is_causal_and_sequences_are_apart(device):
     layer = make_layer(device, capacity=CapacityFactor(0.5))
     x = make_x(device, (2, 12, 32))
+    y = layer(x)
     changed = x.clone()
     changed[0, 7:] = 1.0
-    for before, after in zip(layer(x), layer(changed), strict=True):
-        # A GEMM may round differently when an expert has another number of rows.
-        assert torch.allclose(after[:7], before[:7], rtol=0, atol=1e-12)
-    assert torch.allclose(after, before, rtol=0, atol=1e-12)
+    assert torch.equal(layer(changed)[0, :7], y[0, :7]) and torch.equal(layer(changed)[1], y[1])
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
