@@ -1,4 +1,7 @@
-"""Helpers of tests of options and assignments: a layer, and its output computed from the slots by a dense formula."""
+"""Helpers of tests of options and assignments: a layer, and its output computed from the slots by a dense formula.
+
+All values are drawn on the CPU, so every device gets the same ones.
+"""
 
 import torch
 from torch.nn import functional
@@ -13,15 +16,15 @@ SIZES = [(6, 2), (5, 1), (3, 3), (1, 1)]
 
 def make_layer(device, num_experts=6, top_k=2, dtype=torch.float64, d_model=32, **options):
     torch.manual_seed(0)
-    layer = moe_layer(d_model, 24, num_experts, top_k, init_std=0.3, device=device, dtype=dtype, **options)
+    layer = moe_layer(d_model, 24, num_experts, top_k, init_std=0.3, dtype=dtype, **options)
     for bias in (layer.experts.b_up, layer.experts.b_down, layer.router.selection_bias):
         if bias is not None:
             torch.nn.init.normal_(bias, std=0.3)
-    return layer
+    return layer.to(device)
 
 
 def make_x(device, shape=(3, 7, 32), dtype=torch.float64, seed=1):
-    return torch.randn(shape, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(seed))
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 def count_rows(monkeypatch):
