@@ -1,4 +1,4 @@
-"""Explain which kernels run, tune a table ahead of time, show tables, verify their entries.
+"""Explain which kernels run, measure a table of the fastest kernels ahead of time, show tables, verify their entries.
 
     python -m moe_kernels explain 16384,2048,768,128,8     # T, D, F, E, K of a layer
     python -m moe_kernels tune 16384,2048,768,128,8 --seconds 600

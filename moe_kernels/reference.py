@@ -199,11 +199,11 @@ def permute(
 def _split_groups(
     rows: Tensor,  # [R, ...]
     offsets: Tensor,  # [G] int32
-) -> tuple[Tensor, ...]:  # G + 1 pieces, the last is the tail
+) -> tuple[Tensor, ...]:  # G + 1 pieces, the last holds the padding rows
     ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += rows.shape[0]
-    # Contiguous, because tracers cannot compare the strides of column-major pieces, whose sizes are symbols.
+    # Make rows contiguous, because tracers cannot compare the strides of column-major pieces, whose sizes are symbols.
     return rows.contiguous().split(sizes.tolist())
 
 
@@ -303,7 +303,7 @@ def jagged_gemm(
     b: Tensor,  # [K, N]
     group_offsets: Tensor,  # [G + 1] int32 or int64
 ) -> Tensor:  # [R, N]
-    # All groups share the matrix, so that only the first and the last offset matter.
+    # All groups share the matrix, so only the first and the last offset matter.
     ends = group_offsets.clamp(0, a_packed.shape[0]).cummax(0).values
     row = torch.arange(a_packed.shape[0], device=a_packed.device)
     in_group = ((row >= ends[0]) & (row < ends[-1]))[:, None]  # [R, 1]
@@ -316,7 +316,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _at_most(x: Tensor, limit: float) -> Tensor:
-    """Return min(x, limit). The gradient at x = limit is 1, but 0 for `Tensor.clamp` from PyTorch 2.14 on."""
+    """Return min(x, limit) with gradient 1 at x = limit. From PyTorch 2.14 on, `Tensor.clamp` has gradient 0 there."""
     return torch.where(x > limit, limit, x)
 
 

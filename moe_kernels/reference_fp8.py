@@ -124,7 +124,7 @@ class _Linear(torch.autograd.Function):
 
 class _WeightedLinear(torch.autograd.Function):
     """Computes the weighted sum of each token's rows @ weight^T. The upstream gradient is rounded once per token,
-    before it is copied to rows and weighted. The gradient of the routing weights follows from dA':
+    before it is copied to rows and weighted. dA' is the gradient of the unweighted `kept`:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
@@ -173,9 +173,9 @@ def fused_experts(
     weight_on_input: bool = False,
     saves_fp8: bool = False,
 ) -> Tensor:  # [T, D]
-    """Compute `reference.fused_experts` with e4m3 operands in four of its six products: both of forward, and both
-    gradients of rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`, backward
-    reads the pre-activations as e4m3 numbers with scales."""
+    """Compute `reference.fused_experts` with e4m3 operands in four of its six GEMMs: the two of forward, and the two
+    that compute gradients of rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`,
+    backward reads the pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = reference.permute(tokens, permutation)  # [R, D]
     if weight_on_input:

@@ -21,16 +21,18 @@ class RouterSpec:
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
-    Scores keep the order of logits, but may tie. Without a selection bias or "top2_sum", logits choose the experts.
+    Scores have the order of the logits, but different logits may give equal scores. Without a selection bias or
+    "top2_sum", experts are therefore chosen by logit.
 
     Args:
         input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
             by sqrt(D), and multiplied by a learned vector. None, the default, does not normalise the token.
         logit_bias: the linear map has a bias.
         logit_softcap: the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: if set, the router is a SparseMixer (evaluation form, top-2). It chooses the highest expert,
-            then the highest of the rest. Each weight is a softmax over experts within a relative distance of
-            `2 * jitter`. Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
+        sparsemixer_jitter: if set, the router is a top-2 SparseMixer, as in evaluation. The router chooses the highest
+            expert, then the highest of the rest. Each weight is a softmax over the experts whose logits have at most
+            the relative distance `2 * jitter` from the chosen logit. Settings below are ignored, except
+            `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds it to
             the logits instead.
         num_groups: experts form this many groups of consecutive ids.
@@ -149,7 +151,7 @@ class RouterSpec:
         others = [f"{field.name}={value}" for field, value in values if value != field.default]
         return ", ".join([f"normalize={self.normalize}", *others])
 
-    # Constructors of published routers, by model name. They take further settings, such as logit_softcap, by keyword.
+    # Constructors of published routers, by model name. All take further settings, such as logit_softcap, by keyword.
 
     @classmethod
     def softmax(cls, *, normalize: bool = True, **settings) -> RouterSpec:

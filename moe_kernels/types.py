@@ -29,7 +29,7 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block within the group
-    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; later `tiles` continue the tail
+    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; further entries of `tiles` continue it
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int
 

@@ -46,7 +46,7 @@ class MoEConfig:
             order, or a `CapacityFactor`. Slots beyond the capacity add nothing. None means no limit.
         separate_router_input: the router reads a separate tensor, the argument `router_input` of the forward, as in
             Gemma 4. By default the router reads x.
-        recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM. None saves them.
+        recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM; None saves them.
         precision: "fp8" lets routed experts multiply e4m3 operands, except for the gradients of weights. "fp8_saved"
             also saves pre-activations in e4m3: see `fused_experts`. None multiplies in the dtype of the parameters.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.

@@ -57,12 +57,13 @@ class MoEFeedForward(nn.Module):
 
     Args:
         d_ff: hidden size of one expert.
-        activation: the experts' activation: "swiglu", another name, or an `Activation`. Gated ones make gated experts.
+        activation: the experts' activation: "swiglu", another name, or an `Activation`. A gated activation makes the
+            experts gated.
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
         bias: whether the experts' projections have biases.
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
         capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
-            `CapacityFactor`. Slots beyond it add nothing. None for no limit.
+            `CapacityFactor`. Slots beyond the capacity add nothing. None for no limit.
         assignment: replaces each token's top-k choice: an `Assignment`, or a function for `CustomAssignment`.
         noise: noise that the router adds in training mode.
         balance_losses: coefficients of the auxiliary losses. Backward adds the gradients of the losses, multiplied by
@@ -132,7 +133,7 @@ class MoEFeedForward(nn.Module):
     ) -> MoEFeedForward:
         """Build the layer that a configuration describes. The constructor describes the other arguments.
 
-        This method does not call the constructor. A subclass that has its own constructor must override both.
+        This method does not call the constructor. A subclass with its own constructor must override both methods.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
@@ -252,7 +253,7 @@ class MoEFeedForward(nn.Module):
                 f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
             )
 
-    # Methods for low-rank adapters of the experts. They are functions whose first argument is the layer.
+    # Methods for low-rank adapters of the experts. These functions take the layer as first argument.
     add_lora, set_lora, remove_lora = add_lora, set_lora, remove_lora
     merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
@@ -271,8 +272,8 @@ class MoEFeedForward(nn.Module):
     def keep_local_experts(self, experts: range) -> None:
         """Keep only the parameters of `experts`. The layer then computes only their part of the sum over experts.
 
-        Shared and zero experts remain in every such layer. Count them only once when you sum the outputs of several
-        layers.
+        Shared and zero experts remain in every such layer. Count these experts only once when you sum the outputs of
+        several layers.
 
         Raises:
             ValueError: `experts` is not a range within this layer's experts, or some experts were dropped before.

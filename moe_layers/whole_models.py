@@ -83,7 +83,6 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
 
 
 def _layers(model: nn.Module) -> dict[str, MoEFeedForward | AttachedRouter]:
-    """Return all layers by name."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, MoEFeedForward)}
     return own | attached_routers(model)
 

@@ -44,7 +44,7 @@ def _silu(x):
 
 @triton.jit
 def _gelu(x):
-    """Return (value, derivative) of x * P(z < x) for a normal z.
+    """Return (value, derivative) of x * P(z < x) for a standard normal z.
 
     P(z > |x|) / exp(-x**2 / 2) is approximated by a polynomial of t = 1 / (1 + 0.35 |x|), with relative error 5e-8.
     Value and derivative share one exponential, and small values of P stay precise.
@@ -320,15 +320,16 @@ ACTIVATIONS = {
 
 # Gated activations that GEMM kernels apply to the product before the store. Published models use these most.
 # Kernels call `forward(gate, up)`, so `limit` and `alpha` have the published values. In kernels that gather rows,
-# "geglu" and "swiglu_clamped_after" would spill registers.
+# "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Plain activations. Grouped kernels apply them to the rounded product that they also store. Kernels that gather rows
-# apply none, because each would spill registers. Other kernels apply them to the float32 product.
+# Plain activations that GEMM kernels apply to the product. Grouped kernels also store the rounded product, and apply
+# the activation to the rounded values. Kernels that gather rows apply none, because each would spill registers. Kernels
+# of dense products and of lists of products apply the activation to the float32 product.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 

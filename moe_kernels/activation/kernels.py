@@ -231,7 +231,7 @@ def _store_scaled(
     num_rows,
     BLOCK_F: tl.constexpr,
 ):
-    """Quantise a tile and write its bytes and scales."""
+    """Quantise a tile to e4m3, with one scale per row and 128 columns. Write its bytes and scales."""
     f = first + tl.arange(0, BLOCK_F)[None, :]
     inside = tl.where(is_row & (f < size), values.to(tl.float32), 0.0)
     quantised, scales = quantize_tile(inside, BLOCK_F // 128)
@@ -246,7 +246,6 @@ def _store_scaled(
 def _add_bias(
     gate, up, bias_ptr, expert, is_row, first, F, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK_F: tl.constexpr
 ):
-    """Return gate and up plus the biases of the rows' experts."""
     pointer = bias_ptr + expert * (F * (2 if GATED else 1))
     bias_gate, bias_up = _load_pair(pointer, 1, is_row, first, F, GATED, INTERLEAVED, BLOCK_F)
     return gate + bias_gate, up + bias_up

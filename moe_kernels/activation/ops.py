@@ -190,7 +190,7 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Result tensors of the weighted backward. Their rows have another order of slots than the rows of the inputs."""
+    """Result tensors of the weighted backward, with S rows. These rows order the slots differently than the inputs."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns
     weighted: Tensor  # [S, F] contiguous columns
@@ -269,7 +269,8 @@ def launch_weighted_activation_backward(
 
 
 def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
-    """Return whether no block of 128 columns of the pre-activation contains both gate and up columns."""
+    """Return whether each block of 128 preactivation columns has only gate or only up columns. The kernel quantises
+    gate and up columns separately."""
     return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 

@@ -96,7 +96,7 @@ def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
 
 
 class BackwardInParts:
-    """The backward in steps. Call `backward_part` for each chunk, in any order. Then call the other methods,
+    """Computes the backward in steps. Call `backward_part` for each chunk, in any order. Then call the other methods,
     in any order.
 
     Only `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.

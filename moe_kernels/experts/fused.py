@@ -55,8 +55,8 @@ def fused_experts(
     backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory for the
     next weight and the next layer. The result has the same bits as with dequantised weights. With fewer rows, GEMMs
     decode weights while they load them, only for experts that have rows. The decoded values are the same, but sums are
-    rounded in another order. Only sizes select the method. With `batch_invariant` and in the reference, weights
-    are always dequantised.
+    rounded in another order. The choice depends only on tensor sizes. With `batch_invariant` and in the reference,
+    weights are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
@@ -65,17 +65,19 @@ def fused_experts(
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is a `QuantizedWeight` of the same format.
         permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
         adapters: low-rank changes of the weights, in any floating-point dtype. They are rounded to the tokens' dtype.
-            No tensor of the size of the weights is made. Saves a further tensor [R, r] for backward.
+            No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further saved
+            tensor [R, r], with the rank r rounded up to a multiple of 8.
         weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
         recompute: "up" does not save the pre-activations. Backward recomputes them, with the same bits. None, the
-            default, saves them. The reference saves what autograd saves.
-        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. The bits do not depend on it.
+            default, saves them. The reference ignores this setting.
+        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. Results have the same bits for any
+            number.
         batch_invariant: a token's output, and the gradients of the token and its routing weights, do not depend on the
-            other tokens, bit for bit. Kernels are then chosen without the number of rows, and the reference computes
-            token by token.
+            other tokens, bit for bit. The number of rows then does not decide which kernel runs, and the reference
+            computes token by token.
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
-            dtype of the tokens. Weights are quantised in every forward and backward; `MoEFeedForward` keeps the result.
+            dtype of the tokens. Weights are quantised in every forward and backward; `MoEFeedForward` caches them.
             "fp8_saved" also stores the saved pre-activations in e4m3: half the bytes, and less precise gradients.
         implementation: "triton", "reference", or None to choose by device.
 
@@ -144,7 +146,7 @@ def compute_chosen(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Sort the slots and compute `fused_experts`. With the Triton kernels, both are one op."""
+    """Sort the slots and compute `fused_experts`. With the Triton kernels, one op does both steps."""
     if choose("fused_experts", implementation, tokens) == "reference":
         permutation = sort_by_expert(topk_experts, weights.w_up.shape[0], implementation=implementation)
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
@@ -251,7 +253,7 @@ def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAda
 
 
 def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
-    """Raise ValueError unless the copy engine can address e4m3 rows of these sizes."""
+    """Raise ValueError unless TMA can address e4m3 rows of these sizes: it needs multiples of 16 bytes."""
     if d_model % 16 or d_ff % 16:
         raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 

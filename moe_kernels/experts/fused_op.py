@@ -16,13 +16,14 @@ rounded. With biases
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
-With the weights on the input, H = gather(w * tokens) @ w_up^T, the sum over Y is unweighted, and in backward
+With `weight_on_input`, H = gather(w * tokens) @ w_up^T, the sum over Y is unweighted, and in backward
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-The op can also choose the experts by a router and sort the slots, in one launch list with the rest. The tokens'
-gradient then has a part that flows through the routing weights. If the weights are a softmax over the chosen logits,
-the launch that sums the rows of dX adds this part: see `router_gradient.py`. Else the router's gradient op adds it.
+The op can also choose the experts by a router and sort the slots. `runtime.replay` replays these launches together with
+the others. With a router, the tokens' gradient has a part that flows through the routing weights. If the weights
+are a softmax over the chosen logits, the launch that sums the rows of dX adds this part: see `router_gradient.py`. Else
+the router's gradient op adds this part.
 
 A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
 one.
@@ -48,8 +49,8 @@ Quantised weights are frozen. With many rows, a dequantised copy is a further li
 weight: w_up in forward, w_down in forward and for the hidden gradients, w_up for dtokens.
 
 dw_up, the largest gradient, is allocated last, when the fewest other tensors are live. dw_down is computed first, so
-that A_w and a copy [R, D] can be freed. These are larger than dw_down unless there are few rows per expert. H is freed
-after the first op if autograd does not retain the graph. With recompute="up" dH overwrites H.
+that A_w and the copy gather(dout) can be freed. Both tensors together are larger than dw_down unless there are few rows
+per expert. H is freed after the first op if autograd does not retain the graph. With recompute="up" dH overwrites H.
 
 With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
 128 columns, weights a scale for each 128 x 128 block. Sums are float32. Tensors are quantised where they are computed:
@@ -96,8 +97,8 @@ from .steps import activate, down
 
 class _Outputs(NamedTuple):
     out: Tensor  # [T, D]
-    preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward computes it again
-    scales: Tensor | None  # [R, 2F / 128 or F / 128] of H in e4m3
+    preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward recomputes H
+    scales: Tensor | None  # [R, 2F / 128 or F / 128] float32, for H in e4m3
     low: Tensor | None  # X @ up_a^T [R, r] with adapters
     topk_weights: Tensor | None  # [T, K]; None without a router
     topk_experts: Tensor | None  # [T, K]; None without a router
@@ -183,7 +184,8 @@ def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
     ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack `main_grad`
-    if "selection_bias" in ctx.names:  # not saved: the bias may change before backward, which does not read it
+    # Backward does not read the selection bias. A saved bias that changes in place would make backward raise.
+    if "selection_bias" in ctx.names:
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
     save_for_backward(ctx, call, output[1:])
@@ -247,8 +249,8 @@ def read_by_backward(
 
 def compute_gradients(
     dout: Tensor,  # [T, D]
-    of_forward: list[SavedForBackward],  # one item, which is removed from the list
-    needed: set[str],  # names of operands
+    of_forward: list[SavedForBackward],  # one item; removed here, so that the caller's list keeps no tensor alive
+    needed: set[str],  # names of operands that need a gradient
     main_grads: dict[str, Tensor],  # by the name of the weight
 ) -> dict[str, Tensor | None]:
     """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""

@@ -1,9 +1,9 @@
 """The reference of `fused_experts` as one registered op, for tracers.
 
 The reference cuts rows into groups, and the sizes of the groups are values of a tensor. Tracers, fake tensors and meta
-tensors have no values. They get this op, because its shapes are known. The op runs the reference. Its backward runs
-the reference again and differentiates it. Without a tracer, the reference runs without the op, and autograd
-differentiates it. Quantised weights always take the op, because autograd would save them dequantised.
+tensors have no values. This op serves these cases, because the shapes of its results are known. The op runs the
+reference. Its backward runs the reference again and differentiates it. Without a tracer, the reference runs without the
+op, and autograd differentiates it. Quantised weights always take the op, because autograd would save them dequantised.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens, with batch invariance in a memory layout that does not depend on the batch."""
+        """Return the tokens. With batch invariance, their memory layout does not depend on the batch."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
@@ -89,8 +89,8 @@ class Rows(NamedTuple):
         return is_worth_aligning(matrices, num_rows)
 
     def decodes(self, weight: QuantizedWeight) -> bool:
-        """Return whether GEMMs decode the weight while they load it: if experts have few rows on average. With
-        batch invariance GEMMs never decode, because the number of rows must not decide."""
+        """Return whether GEMMs decode the weight while they load it: below 512 rows per expert on average. With batch
+        invariance GEMMs never decode, because the number of rows must not decide how a result is computed."""
         return self.assumed_rows is None and self.row_to_token.shape[0] < MAX_ROWS * weight.shape[0]
 
     def gemm(
@@ -226,7 +226,7 @@ class Rows(NamedTuple):
         gather_dout: bool = False,
         add_to: Tensor | None = None,  # [E, K, N]
     ) -> Tensor:
-        """Return a.T @ dout of every expert's rows, [E, K, N]. If `add_to` is given, add the products to `add_to`."""
+        """Return a.T @ dout over each expert's rows, [E, K, N]. If `add_to` is given, add to it and return it."""
         out = add_to
         if out is None:
             out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
@@ -245,7 +245,7 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Return which gathers are copies, made before the GEMM that reads the rows. `tokens` may also be `dout`."""
+        """Return which gathers run as a copy before the GEMM that reads the rows. `tokens` may also be `dout`."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight):
             return selection.Copies(False, False, False)
@@ -285,12 +285,12 @@ class Rows(NamedTuple):
 
 _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
 _ROWS_NOT_WORTH_FUSING = 128  # per expert
-_LONGEST_FUSED = 3072  # columns of the reduction
+_LONGEST_FUSED = 3072  # largest length K of the reduction that is worth fusing
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
-    """Return whether the GPU's copy engine saves more time than a copy to aligned rows costs. `matrices` is an operand
-    or the result of a GEMM. The copy engine needs rows that start at multiples of 16 bytes."""
+    """Return whether TMA saves more time than a copy to aligned rows costs. `matrices` is an operand or the result of a
+    GEMM. TMA needs rows that start at multiples of 16 bytes."""
     many = num_rows >= _ROWS_WORTH_AN_ALIGNED_WEIGHT * matrices.shape[0]
     is_copied = many and matrices.element_size() == 2 and selection.target_cc(matrices.device) >= 90
     return is_copied and not has_aligned_rows(matrices)

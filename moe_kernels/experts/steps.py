@@ -1,7 +1,7 @@
 """The steps of the expert feed-forward and of its backward on the rows of one chunk of tokens.
 
-`fused_experts` runs them on one chunk. `ExpertsInParts` runs the forward and the first step of backward chunk by chunk.
-`fused_op.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
+`fused_experts` runs these steps on one chunk. `ExpertsInParts` runs the forward and the first step of backward chunk by
+chunk. `fused_op.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _activation = functools.cache(Activation)
 
 
 class Adapters(NamedTuple):
-    """`ExpertAdapters` in the form that the kernels read: in the weights' dtype, one adapter per expert, and ranks
-    padded to multiples of 8. The scale is multiplied into `up_b` and `down_b`."""
+    """`ExpertAdapters` converted for the kernels: in the weights' dtype, one adapter per expert, and ranks zero-padded
+    to multiples of 8. The scale is multiplied into `up_b` and `down_b`."""
 
     up_a: Tensor | None = None  # [E, r, D]
     up_b: Tensor | None = None  # [E, 2F or F, r]
@@ -150,7 +150,7 @@ class HiddenGradients(NamedTuple):
 
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]: A times the rows' routing weights, or A with weight_on_input
-    dtopk_weights: Tensor  # [T, K] float32, if the routing weights multiply the output
+    dtopk_weights: Tensor  # [T, K] float32; not the true gradient with weight_on_input
     drows: Tensor | None  # [R, D] from `copy_dout`
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
@@ -306,7 +306,7 @@ def up_adapter_gradients(
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
     """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
 
-    Memory bandwidth bounds these narrow products. They gather, because tokens fit the L2 cache better than rows.
+    Memory bandwidth bounds these narrow products. The GEMMs gather, because tokens fit the L2 cache better than rows.
     """
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))

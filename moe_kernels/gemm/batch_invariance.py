@@ -3,11 +3,11 @@
 The batch can influence a token's result in three ways:
 
 * The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. The package
-  therefore always chooses kernels for `ASSUMED_ROWS` rows. It does not use a library for a token's result, because a
-  library chooses by the actual number of rows. Within a kernel, all tiles sum in the same order.
+  therefore always chooses kernels for `ASSUMED_ROWS` rows. It does not compute a token's result with a library
+  such as cuBLAS, which chooses by the actual number of rows. Within a kernel, all tiles sum in the same order.
 * The address and strides of the tokens also decide between kernels: see `canonical_layout`.
 * On a CPU, PyTorch's summation order depends on the shape of a product. The ends of a tensor are computed with other
-  instructions than its middle. The reference therefore computes one token after another.
+  instructions than its middle. The reference therefore computes each token alone.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Design:
     gather: bool = False  # rows of an operand are read through an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles computed for one column tile before the next, to share operands in the L2 cache
+    group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, for reuse in L2 cache
 
     @property
     def tile_options(self) -> dict[str, int]:
@@ -99,7 +99,7 @@ class Design:
 
 @dataclass(frozen=True)
 class PointerDesign(Design):
-    """Loads through pointers: any size, any stride, any CUDA GPU from compute capability 8.0."""
+    """Loads through pointers. Supports any size and stride, and CUDA GPUs from compute capability 8.0."""
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ class StreamingDesign(Design):
 class KernelMetadata:
     kernel_name: str
     kernel_class: type[Kernel]
-    min_cc: int
+    min_cc: int  # lowest supported compute capability, such as 90 for 9.0
     operands: Any  # requirements on the operands: GemmOperands, WgradOperands, ...
     design: Design
-    epilogue: str | None = None  # the activation applied to the product
+    epilogue: str | None = None  # the activation applied to the product; None: no activation
     max_cc: int | None = None  # highest supported compute capability; None: no limit
     optional_operands: tuple[str, ...] = ()  # names of supported optional operands, such as "bias"
 
@@ -221,7 +221,9 @@ class Kernel(abc.ABC):
                 on_device_of(args.A, self._run, *given)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
-        """Compile for arguments like these without a launch, for their device or for Triton's current target.
+        """Compile without a launch, for all arguments with the same static properties.
+
+        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU.
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
@@ -238,11 +240,11 @@ class Kernel(abc.ABC):
         return self.scratch_bytes(args) + self.metadata_bytes(args)
 
     def scratch_bytes(self, args: Arguments) -> int:
-        """Return the number of bytes of the TMA descriptors that the kernel makes on the device, a multiple of 128."""
+        """Return the bytes of the TMA descriptors that the kernel makes on the device, as a multiple of 128."""
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Return the number of bytes of device metadata made before the launch, such as a missing tile table."""
+        """Return the bytes of the metadata to make before the launch, such as a tile table that `args` lacks."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
@@ -260,8 +262,11 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return the estimated cost, to compare kernels for the same arguments: the work of the padded tiles, or of
-        reading the operands if reading takes longer. All designs are assumed equally fast."""
+        """Return an estimated cost that compares kernels for the same arguments. Its unit differs between classes.
+
+        The cost is the work of the padded tiles, or of reading the operands if reading takes longer. `rule.best_first`
+        divides this cost by the speed of the design.
+        """
 
     @abc.abstractmethod
     def launch(self, args: Any) -> Launch | None:
@@ -291,7 +296,7 @@ class Kernel(abc.ABC):
             )
 
     def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
-        """Return the arguments with their metadata in the workspace, and the workspace's part for descriptors."""
+        """Return the arguments with their metadata in the workspace, and the workspace's bytes for descriptors."""
         scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
         if not assume_fits:
             alignment = 128 if scratch_bytes else 4

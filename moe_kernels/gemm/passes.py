@@ -18,7 +18,8 @@ def launch_bias_and_scale(
     row_scale: Tensor | None,  # [R] float32
     table: TileTable,
 ) -> None:
-    """Compute rows[r] = row_scale[r] * (rows[r] + bias[g]) in place, only for rows of the groups."""
+    """Compute rows[r] = row_scale[r] * (rows[r] + bias[g]) in place for each row r of each group g. Rows past the last
+    group do not change."""
     if not rows.numel():
         return
     block_n = min(next_power_of_2(rows.shape[1]), 256)

@@ -8,7 +8,7 @@ from .kernel import Design, Kernel, PointerDesign, StreamingDesign, WarpSpeciali
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
-    """Sort kernels that support the arguments: the fastest measured one first, the others by the rule of thumb.
+    """Sort kernels that support the arguments: the kernel named `measured` first, the others by the rule of thumb.
 
     The rule of thumb is each kernel's estimate of its work divided by the speed of its design.
     """
@@ -34,9 +34,9 @@ _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is 
 def _half_speed(args: Arguments) -> int:
     """Return how many multiplications per element read give half the full speed, from measurements on an H100.
 
-    A larger result favours wide tiles. If a piece of a row does not start at a cache line, it is read as two lines, and
-    reading bounds the GEMM. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128. With many rows,
-    wide tiles are 1.1 to 1.35 times as fast if none is cut to half its width.
+    A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece is read as
+    two lines, and reading bounds the GEMM. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128.
+    With many rows, wide tiles are 1.1 to 1.35 times as fast if the kernel computes no last column tile at half width.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED

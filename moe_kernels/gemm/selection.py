@@ -38,9 +38,9 @@ _selected: dict[tuple[Any, ...], Kernel | None] = {}
 class Copies(NamedTuple):
     """Whether each gather of the expert op is a separate copy rather than part of the GEMM that reads the rows."""
 
-    tokens_forward: bool
-    dout: bool  # one copy serves both GEMMs that read dout
-    tokens_backward: bool
+    tokens_forward: bool  # tokens, read by the GEMM with w_up
+    dout: bool  # one copy serves both GEMMs that read dout: the gradients of down's input and of w_down
+    tokens_backward: bool  # tokens, read by the GEMM that computes the gradient of w_up
 
 
 _copies: dict[tuple[Any, ...], Copies] = {}
@@ -78,7 +78,9 @@ _planner = _Planner()
 def planning(
     target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True
 ) -> Iterator[list[Choice]]:
-    """List the GEMMs of this thread in order. Meanwhile, ops bypass autograd and do not replay recorded launches.
+    """Yield a list to which this thread's GEMMs are appended in order.
+
+    Inside the context, ops bypass autograd and do not replay recorded launches.
 
     Args:
         target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
@@ -210,7 +212,8 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     """Return the kernel for an epilogue that the catalog does not list, or None to search the whole catalog.
 
     The catalog lists one gated and one plain activation. Any other activation gets the kernel that would run with the
-    listed one of its kind. A measurement of the other activation in the table takes precedence: the result is None.
+    listed activation of the same kind. If the table has a measurement with the other activation, that measurement
+    decides, so the result is None.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -222,7 +225,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Return the arguments with their epilogue replaced by the listed one of its kind (see `listed_epilogue`)."""
+    """Return the arguments with their epilogue replaced by the listed activation of its kind: see `listed_epilogue`."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -247,8 +250,8 @@ def get_kernels(
     """Return the kernels that support `args`, run on compute capability `cc` (90 for 9.0) and satisfy the filter.
 
     Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the one in
-    the measured table, then the others by a rule of thumb. They include kernels whose epilogue for `args` the catalog
-    does not list.
+    the measured table, then the others by a rule of thumb. The result includes kernels with the epilogue of `args` even
+    if the catalog does not list that epilogue.
 
     With `cc`, the device of `args` and that device's table are ignored. The tensors may then be on any device. Without
     `cc`, only kernels that run on the device of `args` are returned.
@@ -277,13 +280,13 @@ def choose_copies(
     """Choose which gathers are copies, by the table or, if the table has no entry, by a rule.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
-    therefore copies for large d_ff, and only if the GEMM after the copy is warp-specialised: other kernels lose little
-    by gathering. Backward copies tokens only if w_up also has many columns: the copy raises peak memory, because it
-    exists together with the largest gradient. A plain activation has half the columns and so needs twice the d_ff.
-    Forward fuses a plain activation only into a GEMM of copied rows.
+    therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
+    Backward copies tokens only if the result of w_up's GEMM also has at least 2560 columns. This copy raises peak
+    memory, because it exists together with the largest gradient. With a plain activation, that result has half the
+    columns, so this copy needs twice the d_ff. Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: the weight, the shape of a contiguous weight in the tokens' dtype, or a meta tensor with its strides.
+        w_up: the weight, a meta tensor with its strides, or the shape of a contiguous weight in the tokens' dtype.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if (plan := _planner.plan) is not None and plan.copies is not None:
@@ -323,7 +326,13 @@ def _shaped_like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
-    """Choose which gathers are copies. `up` is w_up's kernel for copied rows, `entry` the table's choice."""
+    """Choose which gathers are copies.
+
+    Args:
+        up: the kernel of w_up's GEMM for copied rows.
+        num_columns: columns of that GEMM's result.
+        entry: the table's choice, or None.
+    """
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:
         return Copies(*entry)

@@ -29,13 +29,13 @@ def table_blocks(num_groups: int) -> dict[str, int]:
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of tiles. Each group with rows may end in a partly filled tile, and so may the tail."""
+    """Return the maximum number of tiles. Each group with rows, and the tail, may end in a partly filled tile."""
     most: Any = torch.sym_min(num_groups + 1, num_rows)
     return (num_rows - most) // block_rows + most
 
 
 def num_table_programs(capacity: int, num_groups: int) -> int:
-    """Return the number of programs that write a table of these sizes and rank its groups."""
+    """Return the number of programs that write a table of these sizes, including the order of its groups."""
     return -(-max(capacity, num_groups) // table_blocks(num_groups)["PROGRAM_ENTRIES"])
 
 
@@ -132,8 +132,8 @@ def _options(num_groups: int, block_rows: int) -> dict[str, int]:
 
 @triton.jit
 def write_tile_table(
-    block,  # index of the program: each writes PROGRAM_ENTRIES entries of `tiles`, and puts as many groups in `order`;
-    # program 0 also writes `bounds` and `num_tiles`
+    block,  # index of the program. Each program writes PROGRAM_ENTRIES entries of `tiles`, and inserts PROGRAM_ENTRIES
+    # groups in `order`. Program 0 also writes `bounds` and `num_tiles`.
     starts,  # [G_P2] int32, non-decreasing; num_rows or less
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]

@@ -39,7 +39,7 @@ class Comparison(NamedTuple):
 
 
 def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float = 1.0) -> None:
-    """Check three groups of a kernel's result against the error budget.
+    """Check three groups of a kernel's result against the error budget of `assert_accurate`.
 
     Waits for the GPU. Groups whose exact result is not finite are skipped.
 
@@ -59,7 +59,8 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
 
 def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callable[[Arguments], Kernel | None]:
-    """Return a function that calls `launch` and checks one result per `every` launches. Each check takes other groups.
+    """Return a function that calls `launch` and checks one result per `every` launches. Each check shifts the sampled
+    groups by one.
 
     A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
     CUDA graph captures, because results cannot be read during capture.

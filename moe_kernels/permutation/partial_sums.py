@@ -22,7 +22,7 @@ def sum_shares(
 ) -> None:
     """Write the sum of the partial results of P ranks to `out`. `own` replaces `received[rank]`, which is not read.
 
-    Accumulates in float32, in the order of the ranks, and rounds once. Deterministic. Only Triton computes it. Not
+    Accumulates in float32, in the order of the ranks, and rounds once. Deterministic. Runs only with Triton. Not
     differentiable.
 
     Raises:

@@ -30,7 +30,7 @@ def permute(
     Shapes: tokens [T, D]; result [R, D].
 
     Raises:
-        ValueError: a shape disagrees with the signature.
+        ValueError: a shape disagrees with the signature, or tensors are on several devices.
     """
     check_shapes("permute", tokens=(tokens, "T D"), slot_to_row=(permutation.slot_to_row, "T K"))
     check_same_device("permute", tokens=tokens, permutation=permutation.row_to_token)
@@ -173,7 +173,10 @@ def _permute_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program copies a tile of tokens to rows, times any weights. Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
+    """One program copies a tile of tokens to rows, times weights if given.
+
+    Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D)).
+    """
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED

@@ -57,7 +57,7 @@ def sort_by_expert(
         block_rows: the tile height of the permutation's tile table.
         max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have
             min(max_rows, T * K) rows. Slots beyond the bound, the last in row order, are dropped, too. None, the
-            default: no bound.
+            default, sets no bound.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -92,7 +92,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# The slices are part of one op, because Inductor compiles a visible slice a second time for few tokens.
+# One op contains the slices, because Inductor would compile a slice in its graph a second time for few tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -197,7 +197,8 @@ def _count_and_place(
     num_slots, _, num_experts, _ = sizes
     block_slots, num_place_warps = _sort_block(num_experts)
     num_blocks = cdiv(num_slots, block_slots)
-    counts = topk_experts.new_empty(num_blocks, num_experts)  # slots per expert; after the scan, in earlier blocks
+    # `counts` first holds each block's slots per expert. The scan replaces them by the numbers in earlier blocks.
+    counts = topk_experts.new_empty(num_blocks, num_experts)
     totals = topk_experts.new_empty(num_experts)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)

@@ -2,7 +2,7 @@
 
 Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
 
-    fp8     code e4m3. The multiplier is called `weight_scale_inv` on disk (DeepSeek-V3).
+    fp8     code e4m3. DeepSeek-V3's checkpoints name the scale `weight_scale_inv`.
     mxfp4   code e2m1, two in a byte, the low bits first; the scale is a power of two (e8m0, a bias of 127).
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
     nf4     code from a table of 16, two in a byte, the high bits first. A nested scale is a code from a table of 256
@@ -11,7 +11,8 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
 
 The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 the
 code is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
-gives the same bits. In bfloat16, the backward of transformers gives other bits, because it rounds scales first.
+gives the same bits. In bfloat16, the backward of transformers gives other bits, because that backward rounds scales
+first.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ ONE_127TH = 0.00787401574803149  # 1 / 127 with the digits that bitsandbytes wri
 
 
 def decode_scales(scales: Tensor) -> Tensor:  # float32
-    """Return scales of any dtype as float32. Bytes are e8m0 exponents."""
+    """Return scales of any dtype as float32. Scales of dtype uint8 are e8m0 exponents."""
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     # Assemble float32 from bits, because some devices cannot convert e8m0.

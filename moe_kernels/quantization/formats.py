@@ -38,7 +38,7 @@ _VALUE_DTYPES = {"fp8": torch.float8_e4m3fn, "mxfp4": torch.uint8, "int8": torch
 
 
 def as_format(op: str, format: str | WeightFormat) -> WeightFormat:
-    """Return the format of this name. A `WeightFormat` is checked and returned unchanged.
+    """Return the format that a name denotes. A `WeightFormat` is checked and returned unchanged.
 
     Raises:
         NotImplementedError: a format of another project that is not supported.
@@ -135,7 +135,7 @@ def _check_scales(op: str, name: str, weight: QuantizedWeight) -> None:
     nested = format.nested_block is not None
     check_dtype(op, f"the scales of {name}", scales, *((torch.uint8,) if nested else _SCALE_DTYPES[format.name]))
     wanted = scales_shape(format, weight.shape)
-    # Scales of rows and of NF4 blocks may have any shape, because bitsandbytes stores them flat.
+    # Scales of int8 and NF4 may have any shape, because bitsandbytes stores scales flat.
     fits = scales.numel() == math.prod(wanted) if format.name in ("int8", "nf4") else scales.shape == wanted
     if not fits:
         raise ValueError(

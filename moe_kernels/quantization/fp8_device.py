@@ -15,7 +15,7 @@ _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 def block_scales(sizes):
     """Return (scales, inverse scales) of blocks. `sizes` holds the largest absolute value of each block."""
     at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # Use the two operations by which PyTorch divides a number by a tensor, for the same bits.
+    # PyTorch computes number / tensor as (1 / tensor) * number. The same two operations give the same bits.
     inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
     return tl.div_rn(1.0, inverse), inverse
 
@@ -24,7 +24,7 @@ def block_scales(sizes):
 def largest_size(values, AXIS: tl.constexpr):
     """Return the largest absolute value along an axis, or NaN if any value is NaN. With axis None, reduce all axes.
 
-    Compares the bits as integers: integers have the order of the absolute values, and NaN follows infinity.
+    Without their sign, float32 bits compared as integers have the order of the absolute values. NaN follows infinity.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
@@ -32,7 +32,7 @@ def largest_size(values, AXIS: tl.constexpr):
 
 @triton.jit
 def encode_e4m3(values):
-    """Return the bytes of the nearest e4m3 numbers. Values are within [-448, 448], or NaN."""
+    """Return the bytes of the nearest e4m3 numbers. Values must be within [-448, 448], or NaN."""
     if not INTERPRET:
         # Convert as Triton does, but pack four numbers into one register: ptxas 12.8 drops half of a 16-bit register
         # that is used more than once.

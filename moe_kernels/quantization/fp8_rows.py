@@ -13,7 +13,7 @@ from .fp8_device import quantize_tile, store_scales
 from .kernels import decode_e4m3
 
 _BLOCK_ROWS = 16
-_MOST_BLOCKS = 8  # blocks of a row that one program quantises
+_MOST_BLOCKS = 8  # largest number of 128-column blocks of a row that one program quantises
 
 
 def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
@@ -29,12 +29,12 @@ def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
 
 
 def packed_width(num_columns: int) -> int:
-    """Return the number of bytes of a packed row: e4m3 numbers, then scales, padded to a multiple of 8 bytes."""
+    """Return the bytes of a packed row: e4m3 numbers, then float32 scales, padded to a multiple of 8 bytes."""
     return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
 
 
 def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / itemsize] in the dtype of rows
-    """Return quantised rows, each row's numbers followed by its scales. The dtype of the result has no meaning."""
+    """Return quantised rows, each row's numbers followed by its scales, as bytes viewed in the dtype of `rows`."""
     num_rows, num_columns = rows.shape
     packed = rows.new_empty(num_rows, packed_width(num_columns), dtype=torch.uint8)
     _launch(rows, packed, packed[:, num_columns:].view(torch.float32))

@@ -38,8 +38,8 @@ def decode_e4m3(byte):
 
 @triton.jit
 def _int8(byte):
-    """Convert an integer to float32 by placing it in the last bits of 2 ** 23. A conversion instruction takes four
-    times as long."""
+    """Convert an int8 number to float32 by placing its bits in the last mantissa bits of 2 ** 23. A conversion
+    instruction takes four times as long."""
     return ((byte.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
@@ -55,7 +55,7 @@ def _mxfp4_pairs(packed, half_powers):
 
     26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with
     powers of two are exact, subnormal ones included. Compute capability 8 multiplies bfloat16 only in a fused
-    multiply-add. Its addend is -0, which changes no value.
+    multiply-add. The addend here is -0, which changes no value.
     """
     return tl.inline_asm_elementwise(
         """{

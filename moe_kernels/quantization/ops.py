@@ -35,7 +35,8 @@ def dequantize(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: the weight's tensors do not fit its format and shape, one needs a gradient, or `dtype` is integer.
+        ValueError: a tensor of the weight does not fit the format and shape, is not contiguous or requires a gradient,
+            or `dtype` is not a floating-point dtype.
     """
     check_quantized("dequantize", "weight", weight)
     if not dtype.is_floating_point:
@@ -68,7 +69,7 @@ def quantize_rows(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: rows are not [R, K] of floating point.
+        ValueError: `rows` is not a floating-point tensor [R, K].
     """
     check_shapes("quantize_rows", rows=(rows, "R K"))
     if not rows.is_floating_point():
@@ -96,7 +97,8 @@ def pack_rows(
 ) -> Tensor:  # [R, W] in the dtype of rows
     """Return the results of `quantize_rows` in one tensor to send: each row's numbers, followed by its scales.
 
-    The tensor has the dtype of the rows, so that autograd accepts it. Its values have no meaning in that dtype.
+    The tensor has the dtype of the rows, so that autograd accepts the tensor. Values in that dtype have no meaning. W
+    columns take `packed_width(K)` bytes.
     """
     if choose("pack_rows", implementation, rows) == "triton":
         return _pack_rows_op(rows)

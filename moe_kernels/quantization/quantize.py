@@ -33,7 +33,7 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-_E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring absolute values
+_E2M1_LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # halfway between neighbouring absolute values of e2m1
 
 
 def quantize(
@@ -53,8 +53,8 @@ def quantize(
 
     Raises:
         NotImplementedError: a format of another project that is not supported, such as AWQ, GPTQ or NVFP4.
-        ValueError: the weight is not [E, out, in] of floating point, the format or its blocks are unknown, or rows are
-            not whole blocks of mxfp4.
+        ValueError: the weight is not a floating-point tensor [E, out, in], the name or block size of the format is not
+            allowed, or `in` is not a multiple of 32 for mxfp4.
     """
     format = as_format("quantize", format)
     if weight.dim() != 3 or not weight.is_floating_point():

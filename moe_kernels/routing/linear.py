@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-Registered ops call these functions, because Inductor would compile a visible GEMM a second time for few tokens. The
-kernels of a 16-bit router also add a bias and an addend, and round, in the same pass. A launch takes a quarter of the
-host time of a cuBLAS call through PyTorch, and can be part of a list of launches.
+Registered ops call these functions, because Inductor would compile a GEMM in its graph a second time for few tokens.
+The kernels of a 16-bit router also add a bias and an addend, and round, in the same pass. A launch takes a quarter of
+the host time of a cuBLAS call through PyTorch, and can be part of a list of launches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def router_gradients(
     needs: tuple[bool, bool],
     batch_invariant: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of the tokens and of `w_router`, and None in place of one that is not needed."""
+    """Return the gradients of the tokens and of `w_router`, each None unless its entry of `needs` is True."""
     is_split = dlogits.shape[1] != w_router.shape[0]
     of_tokens = dw_router = None
     if needs[0] and is_split and not batch_invariant:
@@ -120,8 +120,8 @@ def launch_product(
 
 
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
-    """Return rows, columns, depth and warps of a program. Tiles are the largest that still give enough programs to
-    occupy the GPU."""
+    """Return (BLOCK_M, BLOCK_N, BLOCK_K, warps). Tiles are the largest that still give enough programs to occupy the
+    GPU."""
     for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, block_k, num_warps

@@ -78,7 +78,7 @@ linear_routing_op.register_autograd(_backward, setup_context=_setup)
 
 
 def needed_of_router(needed: set[str]) -> tuple[bool, bool, bool]:
-    """Return whether the tokens, the router's weight and its logit bias are among the names."""
+    """Return whether the tokens, the router's weight and its logit bias are among the names that need a gradient."""
     return "tokens" in needed, "w_router" in needed, "logit_bias" in needed
 
 
@@ -89,8 +89,8 @@ def routing_gradients_op(
     topk_weights: Tensor | None,  # [T, K]; read for a softmax
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
-    dlogits: Tensor | None,  # [T, E]: a gradient to add
-    dtokens: Tensor | None,  # [T, D]: added to the result
+    dlogits: Tensor | None,  # [T, E]: upstream gradient of the returned logits
+    dtokens: Tensor | None,  # [T, D]: added to the tokens' gradient
     needs_tokens: bool,
     needs_w_router: bool,
     needs_logit_bias: bool,

@@ -81,10 +81,11 @@ def linear_routing(
 ) -> Routing:
     """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
 
-    If a kernel reads the logits directly, the function is one autograd node. The node saves the tokens and the choice
-    of experts, and recomputes the logits if backward needs them. No [T, E] tensor is saved. The gradient of the logits
-    is float32, and both GEMMs that read it accumulate in float32. Deterministic. Differentiable in `tokens`,
-    `w_router` and `logit_bias`, through weights and logits.
+    With "triton", the function is one autograd node, except for specs with a `logit_softcap`, SparseMixer or a norm
+    other than the sum. The node saves the tokens and the choice of experts, and recomputes logits that backward needs.
+    No [T, E] tensor is saved. The gradient of the logits is float32. The node may round that gradient to a sum of two
+    16-bit numbers if `w_router` is 16-bit. Both GEMMs that read the gradient accumulate in float32. Deterministic.
+    Differentiable in `tokens`, `w_router` and `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
     topk_weights [T, K] float32, logits [T, E] float32.
@@ -125,7 +126,7 @@ def linear_routing(
 
 
 def is_one_op(spec: RouterSpec) -> bool:
-    """Return whether a kernel reads the logits of the linear map directly."""
+    """Return whether a kernel reads the logits of the linear map directly, so that one op does all the routing."""
     return spec.logit_softcap is None and _in_kernel(spec)
 
 
@@ -138,7 +139,7 @@ def linear_router(
     selection_bias: Tensor | None = None,  # [E]
     batch_invariant: bool = False,
 ) -> LinearRouter:
-    """Return the operands of `linear_routing_op`. Nothing is checked."""
+    """Return the operands of `linear_routing_op`. Arguments are not checked."""
     is_softmax = spec.is_softmax_of_logits and logit_bias is None
     settings = score_settings(spec)
     return LinearRouter(w_router, logit_bias, selection_bias, top_k, is_softmax, batch_invariant, settings)
@@ -163,7 +164,7 @@ def routing_weights(
             raises. On a GPU that check would need a host synchronisation.
 
     Raises:
-        ValueError: wrong shape or dtype, `spec` cannot choose as many experts, or an id on the CPU is E or more.
+        ValueError: wrong shape or dtype, `spec` cannot choose K experts, or an id on the CPU is E or more.
     """
     sizes = check_shapes("routing_weights", logits=(logits, "T E"), topk_experts=(topk_experts, "T K"))
     check_dtype("routing_weights", "logits", logits, torch.float32, torch.float64)

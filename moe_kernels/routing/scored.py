@@ -1,6 +1,7 @@
 """An op on logits, with its kernels, for most routers other than the plain softmax.
 
-    scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups     w = scale * s / (sum of s + epsilon)
+    scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups
+    w = scale * s / max(sum of s + epsilon, minimum)     or, without normalisation, w = scale * s
 
 s are the scores of the chosen experts. One kernel computes the forward and another the backward.
 """
@@ -255,7 +256,8 @@ def _scored_routing_kernel(
 ):
     """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),).
 
-    A token's experts occupy G_P2 groups of S_P2 places. The last places, and the last groups, may be empty.
+    A token's logits are laid out as G_P2 groups of S_P2 experts, both padded to powers of two. The last places of a
+    group, and the last groups, may have no expert.
     """
     SIZE: tl.constexpr = E // NUM_GROUPS
     E_P2: tl.constexpr = G_P2 * S_P2

@@ -128,7 +128,7 @@ def topk_backward_op(
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
     high + low approximates the float32 value. The relative error is at most the square of the 16-bit rounding error. A
-    16-bit GEMM with float32 accumulation multiplies the split matrix at twice the cost.
+    16-bit GEMM with float32 accumulation costs twice as much for the split matrix as for one half.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
@@ -183,7 +183,8 @@ def _topk_backward_kernel(
     E_P2: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)). Grid: (cdiv(T, BLOCK_T),)."""
+    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)), with p the softmax over the chosen experts
+    or all experts. Grid: (cdiv(T, BLOCK_T),)."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = t < num_tokens
     expert = tl.arange(0, E_P2)
@@ -193,8 +194,8 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
-    # Subtract the mean from each chosen dw before multiplying: the two nearly cancel if one expert has nearly all the
-    # weight.
+    # Subtract the mean from each chosen dw before multiplying: dw and the mean nearly cancel if one expert has nearly
+    # all the weight.
     is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
     if not is_normalized:

@@ -37,13 +37,14 @@ def add_routing_statistics(
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
-    padding rows. Padding rows fill the last tile of each of the first `num_experts` experts. `sums` holds the sums of
-    the softmax's entropies, of the margins, of the calls' excesses and of the losses. The number of losses and the
-    smallest margin follow. An excess is the most choices of an expert, divided by the mean, minus 1. A margin is the
-    lowest key of a chosen expert minus the highest key of another expert, or zero if both are equal.
+    padding rows. Padding rows fill the last tile of each of the first `num_experts` experts, which have parameters.
+    `sums` holds the sums of the softmax's entropies, of the margins, of the calls' excesses and of the losses. The
+    number of losses and the smallest margin follow. An excess is the most choices of an expert, divided by the mean,
+    minus 1. A margin is the lowest key of a chosen expert minus the highest key of another expert, or zero if both are
+    equal.
 
-    Computes in float32 and sums in float64. Deterministic. Only Triton computes it. Not differentiable. Operands are
-    not checked.
+    Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
+    checked.
     """
     on_device_of(forward.logits, _launch, counts, sums, forward, num_experts)
 
@@ -176,8 +177,8 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. Both terms of the sum are positive, so small entropies stay
-    precise."""
+    """Return the entropy of each token's softmax, in nats. Both terms of the sum are at least 0, so small entropies
+    stay precise."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)

@@ -1,1 +1,1 @@
-"""The parts that all ops share: Triton and its versions, dispatch, registered ops, checks, launches."""
+"""Code that all ops share: Triton and its versions, dispatch, registered ops, checks, launches."""

@@ -36,7 +36,8 @@ _NEW: Any = object()
 
 
 def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Cache the results of `check` by the form of the operands: see `_form`. Errors are not cached.
+    """Cache the results of `check` by the operands' form: their metadata and plain values, see `_form`. Errors are not
+    cached.
 
     `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
     """

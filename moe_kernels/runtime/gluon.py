@@ -1,7 +1,7 @@
-"""Compatibility with the Gluon of Triton 3.6 to 3.9: whether this machine can use it, and the names of each version.
+"""Compatibility with the Gluon of Triton 3.6 to 3.9: whether this machine can use Gluon, and the names of each version.
 
-The warp-specialised Hopper kernels are written in Gluon, which changes with every Triton version. This file holds all
-version-dependent code of these kernels; `launch.py` handles the launch API.
+The warp-specialised Hopper kernels are written in Gluon, Triton's low-level kernel language. Gluon changes with every
+Triton version. This file holds all version-dependent code of these kernels; `launch.py` handles the launch API.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Before each launch, Triton's JIT inspects every argument to find the compiled kernel. The inspection takes longer than
 the launch. The launch cache stores the compiled kernel by the launch's `signature`, which is faster to compute. A
-`CompiledArtifact` holds a compiled kernel for a caller who guarantees the static properties.
+`CompiledArtifact` holds a compiled kernel. Its caller guarantees that the launch has the same static properties.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def signature(launch: Launch) -> tuple[Any, ...]:
     """Return a key that determines the static properties: launches with different properties have different signatures.
 
     The signature contains sizes and strides unchanged, so several signatures can share their static properties.
-    Computing it takes half as long as computing static properties. All tensors of a launch are on one device.
+    Computing a signature takes half as long as computing static properties. All tensors of a launch are on one device.
     """
     function, _, arguments, options = launch
     types = tuple(map(type, arguments))
@@ -301,7 +301,8 @@ def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
     return tuple(_of_int(value, kind) for value in values)
 
 
-# Kinds of parameters. Kernels are compiled for each value, for each type, or for each type and divisibility.
+# Kinds of parameters. Triton compiles a kernel for each value of a _CONSTANT, for each type of a _PLAIN, and for each
+# type and divisibility of a _SPECIALIZED parameter.
 _CONSTANT, _PLAIN, _SPECIALIZED = range(3)
 
 _kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}

@@ -2,7 +2,7 @@
 kernels.
 
 The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). When a list is made,
-the sizes of parameters are compared with those that the CUDA driver reports for each kernel.
+the sizes of parameters are compared with those that the CUDA driver reports for each kernel, from CUDA 12.4 on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LaunchList:
     """Launches kernels in order on the current stream of `device`, which must be the current device.
 
     Args:
-        places: the tensor and byte offset of each memory of the recording.
+        places: for each index in `Recording.memories`, the index of a tensor in the list that `run` gets, and a byte
+            offset in this tensor.
         scratch: for each launch, the place of the memory for descriptors that its kernel makes, or None.
         born: the shape, strides and dtype with which each memory was allocated.
     """
@@ -106,8 +107,8 @@ class _Parameters:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the tensor
-        self._maps: list[tuple[int, int, int]] = []
-        self._bases: dict[int, int] = {}  # place of a tensor -> index
+        self._maps: list[tuple[int, int, int]] = []  # the same for the CUtensorMaps of TMA descriptors
+        self._bases: dict[int, int] = {}  # index in the list that `run` gets -> index in `_bases`
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
 
@@ -135,8 +136,8 @@ class _Parameters:
 
     def _add_launch(self, step: RecordedLaunch, scratch: Place | None) -> None:
         """Add the function's arguments in order, with flattened tuples. Arguments of type "constexpr" are left out:
-        declared ones, None, and integers specialised to 1. Two pointers follow: memory for descriptors, and a
-        profiler's memory."""
+        declared constexpr parameters, None, and integers specialised to 1. Two pointers follow: memory for
+        descriptors, and a profiler's memory."""
         launch, compiled = step
         metadata = compiled.metadata
         if getattr(metadata, "profile_scratch_size", 0) or "gsan" in str(getattr(metadata, "instrumentation_mode", "")):

@@ -38,7 +38,7 @@ def _quantized_of_leaves(values: Tensor, scales: Tensor, *rest: Any) -> Quantize
 
 
 def _layout_to_string(format: WeightFormat, shape: torch.Size) -> str:
-    # Not cached, because torch.compile warns of caches.
+    # Not cached, because torch.compile warns about `lru_cache`.
     return " ".join(map(str, (format.name, *format.block, format.nested_block or 0, *shape)))
 
 
@@ -148,8 +148,8 @@ class Packing:
 class PackedSignature(Packing):
     """The parameters and the result of a function that becomes a registered op.
 
-    The schema of an op with packed parameters has two parameters: the list of tensors that are given, and a string of
-    all other leaves.
+    The schema of an op with packed parameters, NamedTuples or quantised weights, has two parameters: the
+    list of tensors that are given, and a string of all other leaves.
     """
 
     def __init__(self, function: Callable[..., Any]):

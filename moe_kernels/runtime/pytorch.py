@@ -36,7 +36,7 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
 
 
 # `TensorGuards(*tensors, ...).check(*others)` compares shapes, strides, dtypes, devices, types, `requires_grad` and
-# dispatch keys, which modes, autocast and transforms change. Comparisons in Python take ten times as long.
+# dispatch keys. Modes, autocast and transforms change dispatch keys. Comparisons in Python take ten times as long.
 TensorGuards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
 
@@ -87,7 +87,7 @@ def default_store() -> Any:
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward runs in this thread. A forward that runs then recomputes a checkpointed region."""
+    """Return whether a backward runs in this thread. A forward inside a backward recomputes a checkpointed region."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -1,10 +1,10 @@
 """Repeats a recorded function as a list of steps: kernel launches and PyTorch operations. Each run writes the addresses
 of its tensors into the parameters of the launches.
 
-`replay.py` decides when a function is recorded. A record holds no tensor. If all temporaries together take at most 32
-MiB, they share one block. Temporaries with separate lifetimes share its bytes, and the block is freed at the end of a
-run. Otherwise large temporaries are allocated before the first launch that uses them and freed after the last one, as
-in the function.
+`replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
+in one block, where temporaries with separate lifetimes share bytes. The block is freed at the end of a run. If the
+block would exceed 32 MiB, temporaries above 1 MiB are allocated separately: before the first launch that uses them, and
+freed after the last one, as in the function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
 
 _ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
-_MOST_BLOCK_BYTES = 32 << 20  # if temporaries take more bytes together, large ones stay out of the block
+_MOST_BLOCK_BYTES = 32 << 20  # if a block of all temporaries were larger, large temporaries stay out of the block
 _MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; small memory outside it may be freed late
 
 

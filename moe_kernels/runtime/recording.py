@@ -32,7 +32,7 @@ _READS_VALUES = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class Form(NamedTuple):
-    """All properties of a tensor except its memory."""
+    """The shape, strides and dtype of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -87,7 +87,7 @@ class Memory:
     made_by: str
     address: int
     form: Form  # the tensor as it was allocated
-    num_bytes: int
+    num_bytes: int  # size of the storage
     storage: StorageWeakRef  # weak: `cdata` stays unique, but the bytes can be freed
     steps: list[int] = field(default_factory=list)  # the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory

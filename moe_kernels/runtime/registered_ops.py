@@ -72,7 +72,7 @@ def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Ca
 
 
 class Op:
-    """An op of PyTorch's dispatcher that mutates none of its tensors and takes no lists of tensors.
+    """An op of PyTorch's dispatcher that takes no lists of tensors. Mutates only `main_grad`: see `gradient_ops.py`.
 
     Replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and results of the
     function, its fake and `setup_context` may be NamedTuples of tensors and other values. A field of a result may be
@@ -190,7 +190,8 @@ class Op:
         signature = self._signature
         tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
         are_plain = places_of(*map(type, tensors)).are_plain  # False for tracers' tensors: sizes may be symbols
-        if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):  # when compiled
+        # Compiled code arrives here without the search for a record in `__call__`.
+        if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)
                 if form is not None:
@@ -292,7 +293,8 @@ _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as an op. It may write only to `mutates`, and runs on the GPU of its first tensor."""
+    """Register a function as an op. The function may write only to the parameters named in `mutates`. It runs on the
+    GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         signature = PackedSignature(function)

@@ -26,9 +26,10 @@ _single_launches: list[str] = []  # reasons to run functions instead of replayin
 
 
 class Form:
-    """All properties of operands that decide what a function computes, except the values in the tensors' memory.
+    """All properties of operand tensors that decide what a function computes, except their values.
 
-    The guards compare shapes, strides, dtypes, devices, types, `requires_grad` and dispatch keys.
+    Also holds the record for such operands, or the reason why none can be made. The guards compare shapes, strides,
+    dtypes, devices, types, `requires_grad` and dispatch keys.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -73,13 +74,14 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Replayed:
-    """The records of a function that launches kernels and mutates none of its tensors.
+    """The records of a function that launches kernels and mutates no tensors, except that backward adds to `main_grad`.
 
     The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
     `Record`. Every further call replays the record.
 
     The function runs each time if single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
-    a fill of uninitialised memory. It also runs each time if its launches cannot be repeated: see `Recording.obstacle`.
+    PyTorch's deterministic fill of uninitialised memory. It also runs each time if its launches cannot be repeated: see
+    `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
@@ -187,7 +189,7 @@ def states() -> dict[str, list[str]]:
 
 
 def require_single_launches(reason: str) -> None:
-    """Run the functions from now on, and never replay a record."""
+    """Make every `Replayed` run its function from now on, and never replay a record."""
     _single_launches.append(reason)
 
 

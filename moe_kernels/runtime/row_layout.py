@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-LINE_BYTES = 128  # a cache line; the copy engine reads a row in pieces of this size
+LINE_BYTES = 128  # a cache line; TMA reads a row in pieces of this size
 _LEAST_BYTES = 1024  # shorter rows are not padded: padding could add more than an eighth to their memory
-_COPIED_BYTES = 16  # rows that the copy engine reads must start at multiples of this number
+_COPIED_BYTES = 16  # rows that TMA reads must start at multiples of this number
 _MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 
 
@@ -46,6 +46,6 @@ def alignment(*sizes: int) -> int:
     """Return the largest power of two up to 16 that divides all sizes and strides.
 
     Triton itself only sees whether 16 divides a number. Kernels therefore round sizes down to multiples of the divisor.
-    No size changes, but loads and stores take several elements at once.
+    No size changes, but Triton then sees the divisor, and loads and stores take several elements at once.
     """
     return math.gcd(_MOST_ALIGNED, *sizes)

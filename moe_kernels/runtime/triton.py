@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort by NumPy, because the interpreter runs each exchange of `tl.sort` as an op, in tenths of a second."""
+        """Sort by NumPy, because `tl.sort` takes tenths of a second: the interpreter runs each exchange as an op."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 

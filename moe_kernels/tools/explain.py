@@ -269,8 +269,8 @@ def add_command(commands: Any) -> None:
 
 
 def print_records(dtype: torch.dtype, device: str, activation: str, precision: str | None) -> None:
-    """Print for each op of a small layer, forward and backward, whether a repeated call is replayed, and if not,
-    why."""
+    """Print for each op of a small layer, forward and backward, whether a repeated call replays its recorded launches,
+    and if not, why."""
     inputs = make_inputs(_TINY, dtype, device)
     weights, permutation = make_permutation(inputs, _TINY.top_k)
 

@@ -1,4 +1,4 @@
-"""Expert layers of given sizes, and their GEMMs in every form that the expert op may select."""
+"""Expert layers of given sizes, and their GEMMs with every combination of gather and epilogue to measure."""
 
 from __future__ import annotations
 

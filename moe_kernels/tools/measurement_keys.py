@@ -24,10 +24,10 @@ _JAGGED_GROUPS = 16  # arbitrary, because keys do not contain the number of grou
 
 
 def arguments_of(key: str, device: torch.device | str) -> Arguments:
-    """Return random operands of unit scale, with the largest number of rows that the key covers.
+    """Return arguments with random operands and the largest number of rows that the key covers.
 
     Raises:
-        ValueError: the key does not have the form of an `Arguments.table_key`.
+        ValueError: the key is no `Arguments.table_key`, or it is one of `ActivationGradientArguments`.
     """
     form, *words = key.split(" ")
     pairs = (word.split("=", 1) for word in words if "=" in word)

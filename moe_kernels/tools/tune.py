@@ -1,4 +1,4 @@
-"""Measurement of the fastest kernels for a layer. `python -m moe_kernels tune` writes the result as a table.
+"""Measurement of the fastest kernels for layers and GEMMs. `python -m moe_kernels tune` writes the result as a table.
 
 A kernel enters the table only after its result was checked against the reference in float64.
 """
@@ -112,12 +112,12 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; each call also pins the kernel (see `pin`)
+    is_known: Callable[[Table], bool]  # whether the table has the entry; if that is a kernel, the call pins it
     measure: Callable[[], Table]  # a table of this entry alone; empty if no kernel supports the arguments
 
 
 class Job(NamedTuple):
-    """Entries that are measured on the same operands."""
+    """The entries of one layer, list of products or jagged GEMM. Operands are made when `entries` is iterated."""
 
     label: str
     entries: Callable[[], Iterator[Entry]]
@@ -143,7 +143,8 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be fastest. With many rows per group, omit pointer kernels if others exist."""
+    """Return the kernels that may be fastest. Omit pointer kernels if others exist, except for grouped GEMMs with fewer
+    than 64 rows per group."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -152,8 +153,8 @@ def candidates(args: Arguments) -> list[Kernel]:
 
 
 def fastest(args: Arguments) -> Measured | None:
-    """Return the fastest kernel for these arguments after checking its result. Among nearly equal times, the rule of
-    thumb decides."""
+    """Check the results of all candidates, then return the fastest one. Among times up to 3% above the
+    shortest, the rule of thumb decides."""
     kernels = candidates(args)
     if not kernels:
         return None
@@ -177,7 +178,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer: the kernels of its GEMMs, then which gathers are copies (`Copies`)."""
+    """Return the job of one layer: measure the kernels of its GEMMs, then which gathers to make copies (`Copies`)."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -240,7 +241,7 @@ def copies_name(copies: Copies) -> str:
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
-    """Return the fastest kernel for products in one launch, after checking its result."""
+    """Check the results of all kernels for products in one launch, then return the fastest one."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
     problems = {}  # kept alive, because the graphs read the problems' tables
     for kernel in get_kernels(args):

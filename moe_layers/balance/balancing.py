@@ -37,8 +37,8 @@ class BalanceLosses:
         global_batch: coefficient of `global_load_balancing_loss`, with the counts of all ranks of `group`.
         importance: coefficient of `importance_loss`.
         z: coefficient of `router_z_loss`.
-        score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised scores are the probabilities in the first
-            three losses.
+        score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised scores are the probabilities in `switch`,
+            `sequence` and `global_batch`.
         group: the ranks that share a global batch. With several ranks, `global_batch` requires a group.
         count: the experts that `sequence` counts: "scores" (default), the experts with the highest scores, or
             "choices", the experts that the router chose.
@@ -133,8 +133,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# A registered op lets a checkpointed region save the result. Recomputation then does not communicate again. Counts that
-# were accumulated since the forward do not change its loss.
+# A registered op lets a checkpointed region save the result. A recomputation then does not communicate again. Counts
+# that were accumulated since the forward do not change the recomputed loss.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -150,7 +150,7 @@ def _(own, accumulated, group_name):
 
 @torch.no_grad()
 def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: ProcessGroup | None = None) -> None:
-    """Update selection biases to balance experts without a loss. Call it once per optimizer step for a layer or model.
+    """Update the selection biases of a layer or model, to balance experts without a loss. Call once per optimizer step.
 
     The selection bias of an expert rises by `rate` if the expert was chosen less often than the mean since the last
     call. The bias falls by `rate` if the expert was chosen more often. Forwards count in training mode, but recomputed
@@ -224,7 +224,7 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Reset the counts for the next global batch. Call it after an optimizer step that used `carry_expert_counts`.
+    """Reset expert counts for the next global batch. Call this after an optimizer step with `carry_expert_counts`.
 
     Raises:
         ValueError: the model has no MoE layer.

@@ -1,6 +1,6 @@
 """Auxiliary losses as plain functions of a layer's routing.
 
-Every loss ignores padding tokens and is 0 for no tokens. It does not change when experts or tokens are permuted (tokens
+Every loss ignores padding tokens and is 0 for no tokens. Permutations of experts or tokens do not change a loss (tokens
 within their sequences, if sequences matter). The losses differ in how they react to splitting a batch:
 
 | loss | at perfect balance | sum of the losses of a batch's calls |
@@ -41,9 +41,9 @@ def load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return the Switch Transformer's loss: num_experts * sum_e f_e * P_e, over the tokens of this call.
 
-    f_e is the share of slots that chose expert e, before capacities (no gradient); P_e is its mean probability. The
-    loss is 1 at perfect balance, for every top_k. It does not change with permutations of experts or tokens, nor with
-    padding. It depends on how a batch is split into calls, because f and P are means over one call.
+    f_e is the share of slots that chose expert e, before capacities (no gradient). P_e is expert e's mean probability.
+    The loss is 1 at perfect balance, for every top_k. The loss does not change with permutations of experts or tokens,
+    nor with padding. The loss depends on how a batch is split into calls, because f and P are means over one call.
 
     Shapes: result scalar.
 
@@ -70,7 +70,7 @@ def global_load_balancing_loss(
 
     The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its calls add up
     to the loss of the larger batch. Without `num_tokens`, the mean over calls of equally many tokens equals the loss
-    of the larger batch. The loss is 1 at perfect balance. It ignores padding and the order of experts and tokens.
+    of the larger batch. The loss is 1 at perfect balance, and ignores padding and the order of experts and tokens.
 
     Shapes: expert_counts [E] integers; result scalar.
 
@@ -99,9 +99,9 @@ def sequence_load_balancing_loss(
     The shares f_e count the experts with each token's highest scores, as many experts as the router chose. A selection
     bias, groups, noise or an assignment do not change the highest scores. Megatron-Core counts the same way.
 
-    The loss is 1 if every sequence is perfectly balanced. It does not change with permutations of experts, of sequences
-    or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence add up
-    to the loss of the batch. Tokens after the last sequence count as padding.
+    The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
+    sequences or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence
+    add up to the loss of the batch. Tokens after the last sequence count as padding.
 
     Shapes: result scalar.
 
@@ -117,7 +117,7 @@ def sequence_load_balancing_loss(
     counted = _counted_experts(op, routing, count)
     probabilities, ends = _probabilities(op, routing, score), _sequence_ends(op, routing)
     length, num_experts = routing.logits.shape
-    # Each sequence's counts are differences of cumulative counts. These are integers, so the differences are exact.
+    # Each sequence's counts are differences of cumulative counts. Counts are integers, so the differences are exact.
     running = spread_slots(counted, 1, num_experts).cumsum(0, dtype=torch.int32)  # [T, E]
     running = functional.pad(running, (0, 0, 1, 0))
     counts = torch.diff(running[ends], dim=0, prepend=running[:1])  # [N, E]
@@ -134,8 +134,8 @@ def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = 
     """Return the squared coefficient of variation of the experts' importance.
 
     An expert's importance is the sum of its routing weights. Slots beyond a capacity count. The loss is 0 at perfect
-    balance. It does not change with permutations of experts or tokens, padding, or a factor on all weights. It depends
-    on the split of a batch into calls, because the variation is that of one call.
+    balance. The loss does not change with permutations of experts or tokens, padding, or a factor on all weights. The
+    loss depends on the split of a batch into calls, because the variation is that of one call.
 
     Shapes: result scalar.
 
@@ -158,7 +158,8 @@ def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = No
     """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
     Permutations of experts or tokens, and padding, do not change the loss. With the batch's `num_tokens`, the losses of
-    its calls add up to the loss of the batch. By default, that loss is the mean over calls of equally many tokens.
+    its calls add up to the loss of the batch. By default, the batch's loss is the mean of its calls' losses, if calls
+    have equally many tokens.
 
     Shapes: result scalar.
 
@@ -241,8 +242,8 @@ _ONE_ORDER = (
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. This is right only for
-    first-order gradients, because a second differentiation would run this backward again."""
+    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. Only first-order gradients
+    are right, because a second differentiation would run this backward again."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:

@@ -32,7 +32,7 @@ class RoutingStatistics(NamedTuple):
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
         margin: lowest selection key (`RoutingObserver`) of chosen experts minus highest of others, mean over tokens.
         smallest_margin: minimum margin. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
-        max_violation: relative excess of the most chosen expert over the mean; 0 is perfect balance.
+        max_violation: max / mean - 1 of the experts' slots before capacities; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
         aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without any.

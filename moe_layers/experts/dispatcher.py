@@ -1,4 +1,4 @@
-"""The dispatcher sends tokens to the experts and returns their outputs. Expert parallelism replaces only this part."""
+"""The dispatcher sends tokens to experts and returns their outputs. Expert parallelism replaces only the dispatcher."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ class LocalDispatcher:
         return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
-        """Return the experts' outputs [T, D] as `Pending`. They are already in token order, so nothing is sent."""
+        """Return the experts' outputs [T, D] as `Pending`. Outputs are already in token order, so nothing is sent."""
         assert rows.offsets is not None
         return Pending(rows.offsets, lambda: out)

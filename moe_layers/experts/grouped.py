@@ -68,7 +68,7 @@ class GroupedExperts(nn.Module):
             be changed at any time.
 
     Raises:
-        ValueError: a size is not positive, or with "fp8" not a multiple of 16; or a name is unknown.
+        ValueError: a size is not positive, or with a `precision` not a multiple of 16; or a name is unknown.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class GroupedExperts(nn.Module):
         if precision is not None:
             check_fp8_sizes("GroupedExperts", d_model, d_ff)
         self.num_experts = num_experts
-        # A function (name, parameter that several ranks share) -> this rank's part of the parameter.
+        # A function (name, parameter distributed over ranks) -> this rank's part. None without expert parallelism.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # SMs that persistent GEMMs leave to concurrent communication
         self.adds_to_main_grad = False
@@ -276,7 +276,6 @@ class GroupedExperts(nn.Module):
         return super()._apply(fn, recurse)
 
     def _weights(self) -> ExpertWeights:
-        """Return this rank's weights."""
         share, own = self.local_share, self._parameters
         if share is None and "w_up" in own and "w_down" in own:
             return ExpertWeights(own["w_up"], own["w_down"], self.b_up, self.b_down)  # pyright: ignore[reportArgumentType]  # never None

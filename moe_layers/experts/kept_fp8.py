@@ -1,9 +1,10 @@
 """Cache the experts' e4m3 weights from forward to forward, until the weights change.
 
 Changes are found in two ways. PyTorch's version counter registers changes by optimizers, `copy_` and `load_state_dict`.
-After such a change, or with a new parameter or storage, the weights are quantised again. The GPU finds all other
-changes, such as `weight.data[0] = 0` or raw writes of an optimizer: in each later forward, a kernel compares a
-checksum of every block of the weights, and quantises blocks that differ. See `moe_kernels.quantization.fp8_weights`.
+After such a change, or with a new parameter or storage, the weights are quantised again. The GPU finds other changes,
+such as `weight.data[0] = 0` or raw writes of an optimizer. In each later forward, a kernel compares a checksum of every
+block of the weights, and quantises blocks that differ. A change of several elements is missed with a probability of
+about 2**-32. See `moe_kernels.quantization.fp8_weights`.
 
 Nothing is cached if a change could be missed or memory would grow with the model: in CUDA graphs, compiled code and
 FSDP. CUDA graphs replay without this code, and FSDP gathers the weights for each forward. In these cases the op
@@ -74,7 +75,7 @@ class KeptForms:
         implementation: str | None,
     ) -> ScaledForms | None:
         """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""
-        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. They gather weights for each forward, so cache nothing.
+        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. FSDP gathers weights for each forward, so cache nothing.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):

@@ -5,7 +5,7 @@
         if isinstance(layer, MoEFeedForward):
             layer.add_lora(LoRA(16, 16))
 
-Quantised weights are frozen; adapters over them train.
+Quantised weights are frozen. Adapters (`add_lora`) train.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
     so train adapters (`add_lora`) over them. Nothing changes if an error is raised.
 
     Args:
-        format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power of two per 32 numbers of a row), "nf4" (a
-            scale per 64 numbers), "nf4_nested" ("nf4" with quantised scales), "int8" (a scale per row), or a
+        format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power-of-two scale per 32 numbers of a row),
+            "nf4" (a scale per 64 numbers), "nf4_nested" ("nf4" with quantised scales), "int8" (a scale per row), or a
             `WeightFormat`.
 
     Raises:
@@ -59,8 +59,8 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
 
 @torch.no_grad()
 def dequantize_experts_(module: nn.Module) -> None:
-    """Turn quantised experts into plain parameters, in the dtype that their layer computes in. They stay frozen:
-    `requires_grad_()` lets them train.
+    """Turn quantised experts into plain parameters, in the dtype that their layer computes in. The parameters stay
+    frozen: `requires_grad_()` lets them train.
 
     Raises:
         ValueError: the module holds no quantised experts, or sharded ones.

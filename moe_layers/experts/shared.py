@@ -13,7 +13,7 @@ from moe_kernels.specs import as_activation
 from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_positive
 
-_GATE = RouterSpec(score="sigmoid", normalize=False)  # router settings that make the gate a routing weight
+_GATE = RouterSpec(score="sigmoid", normalize=False)  # makes sigmoid(w_gate @ token) the routing weight
 
 
 class SharedExpert(nn.Module):

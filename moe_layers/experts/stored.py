@@ -1,8 +1,8 @@
 """Expert weights that stay in their stored form: FP8, MXFP4, NF4 or int8.
 
 A quantised weight is a module in place of a parameter: `experts.w_up.values`, `experts.w_up.scales`. State dicts,
-safetensors files, FSDP2 and DCP hold the stored bytes. The experts' op dequantises a weight before the GEMM that reads
-it, or the GEMM decodes it while it loads the weight.
+safetensors files, FSDP2 and DCP hold the stored bytes. The experts' op dequantises a weight before the GEMM, or the
+GEMM itself decodes the weight while loading it.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
-LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter that ranks share) -> this rank's part
+LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter distributed over ranks) -> this rank's part
 
 
 class QuantizedExperts(nn.Module):
     """A frozen weight [E, out, in] of E experts in the tensors of its format.
 
-    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard them. Tables of the
-    format are buffers. All tensors hold their bits as integers, so that conversions such as `layer.bfloat16()`, mixed
-    precision and collectives do not change them. A conversion only changes the attribute `dtype`.
+    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard them. So are
+    `nested_scales` if `is_divisible`. Other tensors, such as code tables, are buffers. All tensors hold their bits as
+    integers, so that conversions such as `layer.bfloat16()`, mixed precision and collectives do not change them. A
+    conversion only changes the attribute `dtype`.
 
     Args:
         weight: the stored weight.
         dtype: the dtype that the layer computes in.
 
     Raises:
-        ValueError: the matrices of nf4 are not whole blocks.
+        ValueError: with nf4, an expert's matrix does not consist of whole blocks.
     """
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):

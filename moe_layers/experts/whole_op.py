@@ -87,7 +87,8 @@ def compute_whole(
 
 
 def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether no hook and no replaced `forward` changes a call. Hooks with `watches_choice` are allowed."""
+    """Return whether a call runs `forward` alone: `forward` is not replaced, and all hooks are marked by
+    `watches_choice`, so that they only read."""
     own = vars(module)
     if "forward" in own:
         return False

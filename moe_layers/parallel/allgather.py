@@ -32,12 +32,12 @@ from .rank_dispatcher import (
 class AllGatherDispatcher(RankDispatcher):
     """Gathers the tokens of all ranks, computes the slots of local experts, and reduce-scatters the sums.
 
-    Shapes of transfers depend on T, not on the routing. The dispatcher sends P - 1 times the tokens. This is no more
-    than an all-to-all sends if P is at most top_k. All ranks must have equally many tokens.
+    Shapes of transfers depend on T, not on the routing. Each rank sends its T tokens to P - 1 ranks. With even routing
+    an all-to-all sends T * K * (P - 1) / P tokens, which is no less if P <= K. All ranks must have equally many tokens.
 
-    `max_rows_factor` limits the rows computed on a rank to that multiple of its own slots. A rank has T * K slots or,
-    with a capacity or a list of pairs, fewer. Without a limit the rows are counted, and the host waits for the count
-    while the tokens are in flight.
+    `max_rows_factor` limits the rows computed on a rank to that multiple of the rank's own slots. A rank has T * K
+    slots, or fewer with a capacity or `TokenExpertPairs`. Without a limit the host waits for the number of rows while
+    the tokens are in flight.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
@@ -75,7 +75,7 @@ class AllGatherDispatcher(RankDispatcher):
             bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
-            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # numbers of slots, [chunks * E]
+            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots per expert, [chunks * E]
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
         message = f"{self.name}: to gather tokens, all ranks must have equally many tokens and slots, "
@@ -143,7 +143,7 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
 
 
 def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, int, int]:
-    """Return the numbers other than T that must be equal on all ranks."""
+    """Return (K, bytes per token, bit mask of needed gradients). Each number must be equal on all ranks."""
     return slots.topk_experts.shape[1], row_bytes(tokens), gradients_needed(tokens, slots, experts)
 
 
@@ -154,13 +154,13 @@ def _slot_offsets(chunks: Sequence[Chunk], experts: ExpertsOfRank) -> list[Tenso
 
 
 def local_permutations(
-    choices: list[Tensor],  # [P * n, K] of each chunk; remote experts lie outside [0, num_local)
+    choices: list[Tensor],  # [P * n, K] of each chunk with n tokens per rank; remote experts lie outside [0, num_local)
     bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows
     num_local: int,
     implementation: str | None,
 ) -> list[Permutation]:
     """Return the permutation of each chunk's slots for local experts. Without limits the host synchronises once, after
-    all sorts are launched. The host does not wait for tokens, which are in flight while later kernels are launched."""
+    all sorts are launched. The host never waits for tokens, which may still be in flight."""
     sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
     if bounds is not None:
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]

@@ -42,8 +42,8 @@ class _Outgoing(NamedTuple):
 class AllToAllDispatcher(RankDispatcher):
     """Sends each slot's token and weight to the rank of its expert, and sums the outputs that are sent back.
 
-    Ranks may have any numbers of tokens. The rank of the expert applies the weight, so backward needs no returned
-    outputs.
+    Ranks may have any numbers of tokens. The rank of the expert applies the weight and computes its gradient, so
+    backward needs no returned outputs.
 
     With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included. All ranks
     must then have equally many tokens. By default a rank sends exactly its slots, with one host synchronisation.
@@ -85,7 +85,7 @@ class AllToAllDispatcher(RankDispatcher):
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
-            if chunk.capacity is not None:  # -1 makes all ranks raise one rank's error
+            if chunk.capacity is not None:  # -1 differs from every capacity, so all ranks fail if one does
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
             own += [chunk.counts, limit]
         ones = [1] * self.ranks.size
@@ -105,7 +105,7 @@ class AllToAllDispatcher(RankDispatcher):
         self,
         chunks: list[_Outgoing],
         arriving: list[Tensor],
-        to_agree: Tensor,  # [2, P]
+        to_agree: Tensor,  # [2, P]: the two numbers of `agreed` on each rank
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
@@ -147,7 +147,7 @@ def _exact_route(
 
 
 def _bounded_route(chunk: _Outgoing, arriving: Tensor, implementation: str | None) -> _Route:
-    """Return a route in which each rank owns `capacity` rows of the send buffer and of the receive buffer."""
+    """Return a route with `capacity` rows for each rank in the send buffer and in the receive buffer."""
     num_ranks, capacity, choices = len(arriving), chunk.capacity, chunk.slots.topk_experts
     assert capacity is not None
     ends = chunk.counts.sum(1).cumsum(0)  # [P], end of each rank's rows in expert order

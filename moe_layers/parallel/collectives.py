@@ -1,4 +1,4 @@
-"""Collectives between the ranks that share experts. They are functional, so checkpointed regions can save results."""
+"""Collectives between the ranks that share experts: functional ops, whose results checkpointed regions can save."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.d
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a group. The group's name replaces the group, because process groups cannot be copied.
+    """The ranks of a group. Stores the group's name, because process groups cannot be copied.
 
     Each collective starts immediately. Every rank must start the same collectives in the same order. Results of
     `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
@@ -54,7 +54,7 @@ class Ranks:
         """Return this rank's part of the sum over all ranks."""
         return _OPS.reduce_scatter_tensor(tensor.contiguous(), "sum", self.size, self.name)
 
-    def all_to_all(self, tensor: Tensor, received: list[int], sent: list[int]) -> Tensor:  # [sum(sent), ...]
+    def all_to_all(self, tensor: Tensor, received: list[int], sent: list[int]) -> Tensor:  # [sum(received), ...]
         """Send pieces of `sent[p]` rows to each rank p, in order, and receive pieces of `received[p]` rows."""
         return _OPS.all_to_all_single(tensor.contiguous(), received, sent, self.name)
 
@@ -87,17 +87,18 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 class Packing(NamedTuple):
-    """Conversion of a tensor to the form in which it is sent. Gradients are sent unconverted."""
+    """Conversions of a tensor before it is sent and after it has arrived. Gradients are sent unconverted."""
 
     pack: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
 
 
 class AsyncCollective:
-    """A tensor in flight. In backward, the dual collective sends the gradient back.
+    """A tensor in flight. In backward, the dual collective (reduce-scatter for all-gather) sends the gradient back.
 
-    Work between the start and `wait` overlaps with the transfer. In backward, the gradient computation of that work
-    overlaps with the transfer of the gradient. PyTorch's own gradients of collectives do not overlap.
+    The constructor starts the transfer. Work between the start and `wait` overlaps with the transfer. In backward, the
+    gradient computation of that work overlaps with the transfer of the gradient. PyTorch's own gradients of collectives
+    do not overlap.
 
     Args:
         there: starts a collective on the tensor.
@@ -121,8 +122,8 @@ class AsyncCollective:
 
 
 class _GradientHandoff:
-    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass
-    gradients whose shape differs from the forward tensor's. The object holds no tensor in forward."""
+    """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass this gradient,
+    because its shape differs from the forward tensor's. The object holds no tensor in forward."""
 
     def __init__(self, start: Callable[[Tensor], Tensor]):
         self.start = start

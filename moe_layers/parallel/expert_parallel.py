@@ -1,7 +1,7 @@
 """Expert parallelism: the ranks of a mesh share the experts of a layer.
 
-Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated. Their
-gradients are averaged like those of the rest of the model, for instance by FSDP2:
+Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated. The
+gradients of replicated parameters are averaged like those of the rest of the model, for instance by FSDP2:
 
     mesh = init_device_mesh("cuda", (num_processes // 8, 8), mesh_dim_names=("efsdp", "ep"))
     parallelize_module(model, mesh["ep"], {"layers.*.moe": ExpertParallel()})
@@ -10,9 +10,9 @@ gradients are averaged like those of the rest of the model, for instance by FSDP
         fully_shard(layer, mesh=all_processes)
     fully_shard(model, mesh=all_processes)
 
-Each rank has its own tokens. If n ranks share a batch, averaging divides their gradients by n. The gradient of an
-expert is already a sum over the P ranks of its mesh, and FSDP2 divides it by n / P. The layer divides it by P, so that
-all parameters get the gradient of the ranks' mean loss.
+Each rank has its own tokens. If n ranks share a batch, averaging divides the summed gradients by n. The gradient of
+an expert is already a sum over the P ranks of its mesh, and FSDP2 divides this gradient by n / P. The layer divides
+this gradient by P, so that all parameters get the gradient of the ranks' mean loss.
 """
 
 from __future__ import annotations
@@ -45,28 +45,31 @@ class ExpertParallel(ParallelStyle):
     If the layer holds all experts, each rank keeps its share. All ranks take the values of the first rank, also for
     router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own values,
     without communication. A layer that already holds exactly this share, by `keep_local_experts`, keeps its experts.
-    Parameters that two layers share become two parameters. Adapters are sharded like their experts. Factors that all
-    experts share are replicated, and backward sums their gradients over the ranks. `reset_parameters` afterwards draws
-    the router from each rank's own random state, so seed all ranks equally. Experts drawn on GPUs differ between ranks.
-    On CPUs all ranks draw the same experts, and PyTorch warns.
+    Parameters that two layers share become two parameters. Adapters are sharded like their experts. Adapter factors
+    that all experts share are replicated, and backward sums the gradients of these factors over the ranks.
+    `reset_parameters` afterwards draws the router from each rank's own random state, so seed all ranks equally. Experts
+    drawn on GPUs differ between ranks. On CPUs all ranks draw the same experts, and PyTorch warns.
 
     The layer synchronises the host only in the cases stated below. All ranks of the mesh must call the layer equally
     often, in forward and backward. Tokens, routing weights and experts must need gradients on all ranks or on none.
-    Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False` for float32 routing weights.
+    Under `fully_shard` with mixed precision, the experts need `cast_forward_inputs=False`, so that routing weights stay
+    float32.
 
     Args:
         dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
             "allgather" sends all tokens to all ranks and needs equally many on each; the host waits for a count while
             the tokens are in flight. "auto", the default, chooses "allgather" if P, the number of ranks, is at most
-            top_k, because it then sends no more data. "overlapped" is "allgather" with some communication overlapped by
-            computation. The GPUs must be in one host, and each saves all ranks' tokens: see `OverlappedDispatcher`.
-        average_gradients: gradients are averaged over the ranks, as FSDP2 does (default); False if they are summed.
+            top_k, because "allgather" then sends no more data than "alltoall". "overlapped" is "allgather" with some
+            communication overlapped with computation. The GPUs must be in one host, and each GPU saves all ranks'
+            tokens for backward: see `OverlappedDispatcher`.
+        average_gradients: True (default) if the caller averages gradients over the ranks, as FSDP2 does. False if the
+            caller sums gradients.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
-            Buffers have that size; more rows are an error. If all ranks have equally many tokens, sequences and pairs,
-            a factor of P never causes this error. "alltoall" requires these equal numbers. There, each rank sends each
-            other rank at most that multiple of T * top_k / P rows. With a capacity or a list of pairs, each chunk has
-            room for all kept slots, because they may lie in one chunk. With a limit there is no host synchronisation,
-            and CUDA graphs can capture the layer. Default: no limit.
+            Buffers have that size; more rows are an error. If all ranks have equally many tokens, sequences and pairs
+            (`TokenExpertPairs`), a factor of P never causes this error. "alltoall" requires these equal numbers. With
+            "alltoall", a rank sends each other rank at most max_rows_factor * T * top_k / P rows. With a capacity or
+            `TokenExpertPairs`, each chunk has room for all kept slots, because all may lie in one chunk. With a limit
+            there is no host synchronisation, and CUDA graphs can capture the layer. Default: no limit.
         chunks: number of parts of the tokens; one part is sent while another is computed. With more chunks the weights
             are read more often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and
             its first chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
@@ -74,8 +77,8 @@ class ExpertParallel(ParallelStyle):
             0, or 2 for "overlapped".
 
     Raises:
-        NotImplementedError: "overlapped" with weights on the input, `recompute`, `batch_invariant`, a precision or
-            quantised weights, when applied or called.
+        NotImplementedError: "overlapped" with `weight_on_input`, `recompute`, `batch_invariant`, a `precision` or
+            quantised weights. Raised when the plan is applied, or when the layer is called.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has
@@ -232,7 +235,8 @@ def _check_held(op: str, module: Any, share: range) -> None:
 def local_share(name: str, parameter: Tensor) -> Tensor:
     """Return this rank's part of a sharded parameter. A parameter that all experts share is returned whole.
 
-    FSDP2 gathers only over its own mesh axis: the parameter stays a DTensor. Raise ValueError for a plain tensor.
+    FSDP2 gathers only over its own mesh axis, so a gathered parameter is still a DTensor over the axis of expert
+    parallelism. Raise ValueError for a plain tensor.
     """
     if not isinstance(parameter, DTensor):
         raise ValueError(

@@ -1,4 +1,7 @@
-"""Exchanges messages between ranks without collectives. If a rank does not call, the others get an error."""
+"""Meetings: ranks exchange messages through the store of the default process group, without collectives.
+
+If a rank does not call, the other ranks get an error.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # limit of a wait; stores notice it late, and an error should take at most 20 seconds
+SECONDS = 15.0  # longest wait for other ranks; stores time out late, and an error should take at most 20 seconds
 _turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including those that timed out
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
-_KNOWN = "_moe_layers_known"  # attribute of errors that all ranks know; its value is the op
+_KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
 
 
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
@@ -114,7 +117,7 @@ def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -
 
 
 def _place(op: str, ranks: list[int]) -> str:
-    """Return the prefix of the next meeting's keys. Skip meetings that other ranks have left."""
+    """Return the prefix of the next meeting's keys in the store. Skip meetings that other ranks have left."""
     store = default_store()
     while True:
         place = f"{_group(op, ranks)}/{_turns[_group(op, ranks)]}"

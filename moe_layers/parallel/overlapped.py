@@ -41,7 +41,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
     outputs in the same order, and gradients of tokens while weight gradients are computed. Each weight gradient is one
     product over all chunks, so more chunks need no further gradient memory. On GPUs the tokens are copied between GPUs,
     see `PeerCopies`. A checkpointed region communicates again when it recomputes. Forward hooks of the experts see
-    outputs that have not arrived yet.
+    uninitialised outputs, because the outputs arrive later.
 
     With the reference implementation this class works like an `AllGatherDispatcher` with as many chunks.
     """
@@ -140,13 +140,13 @@ class _Plan:
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
     def gather_slots(self, topk_weights: Tensor) -> Tensor:  # [P * T, 2 * K] int32
-        """Start to gather the choices and the bits of their weights. One collective carries both, because a collective
-        takes the host longer than the GPU."""
+        """Start to gather choices [T, K] and float32 weights [T, K], viewed as int32. A single collective gathers both
+        tensors, because a collective takes more time on the host than on the GPU."""
         return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
 
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
-        """Return each chunk's weights and choices [P * n, K], and the permutation of its slots. Without limits the host
-        synchronises."""
+        """Return the weights and choices [P * n, K] of each chunk with n tokens per rank, and the permutation of the
+        slots for local experts. Without limits the host synchronises."""
         by_rank = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_rank.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]

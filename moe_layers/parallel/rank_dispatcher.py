@@ -1,4 +1,4 @@
-"""Common parts of the dispatchers of expert parallelism: chunks, pending outputs, the scale of gradients."""
+"""Base class of the dispatchers of expert parallelism, which splits tokens into chunks and scales gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Chunk = tuple[Tensor, Slots]  # consecutive tokens [T, D] in the dtype in which 
 
 
 class ExpertsOfRank(Protocol):
-    """The interface of this rank's experts for dispatchers: `GroupedExperts`, or the share of another library's module.
+    """The members that dispatchers use of this rank's experts: a `GroupedExperts`, or experts of a transformers model.
 
     With the overlapped dispatcher, a call passes tokens, weights and adapters to `rows.plan`.
     """
@@ -54,9 +54,9 @@ class RankDispatcher(ABC):
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
         chunks: number of parts of the tokens; one part is sent while another is computed.
-        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the gradient
-            of the outputs by the scale, because that gradient is smaller than those of the parameters. Gradients of
-            tokens and routing weights are divided by the scale again, which is exact for powers of two.
+        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the gradient of the
+            outputs by the scale, because that gradient usually has fewer elements than those of the parameters.
+            Gradients of tokens and routing weights are divided by the scale again, which is exact for powers of two.
         name: name of the layer in errors.
     """
 
@@ -107,7 +107,7 @@ def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
 
 
 def row_bytes(tokens: Tensor) -> int:
-    """Return the number of bytes of a token. If it differed between ranks, a collective would mix up tokens or hang."""
+    """Return the bytes of a token. If this number differed between ranks, a collective would mix up tokens or hang."""
     return tokens.shape[1] * tokens.element_size()
 
 
@@ -134,18 +134,19 @@ def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> in
 def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     """Split tokens and slots into chunks of these lengths."""
     device_type = tokens.device.type
-    if torch.is_autocast_enabled(device_type):  # convert the tokens here as the experts would
+    if torch.is_autocast_enabled(device_type):  # send tokens in autocast's dtype, in which the experts compute
         tokens = autocast(tokens, device_type)
     if len(lengths) == 1:
         return [(tokens, slots)]
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    # Each chunk gets the whole bound of a capacity or a list of pairs, because all slots may lie in one chunk.
+    # Each chunk gets the whole bound of a capacity or `TokenExpertPairs`, because all slots may lie in one chunk.
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 
 
 class PendingChunks:
-    """All chunks' outputs, in flight. This is no `Pending`, because compiled code would guard each call's `wait`."""
+    """All chunks' outputs, in flight. This class is no `Pending`, whose field `wait` is a new function in each call:
+    compiled code would guard on that function."""
 
     def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks

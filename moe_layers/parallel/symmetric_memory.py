@@ -1,8 +1,8 @@
 """Gathers tokens in parts and reduces the results of all ranks, both overlapped with computation.
 
 `CollectiveTransport` uses PyTorch's collectives. `PeerCopies` lets copy engines copy between the memories of one host's
-GPUs. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels take 16 to 32 SMs; a GEMM
-that fills the GPU makes them wait, or waits for them.
+GPUs. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels take 16 to 32 SMs. A GEMM
+that fills the GPU makes NCCL's kernels wait, or waits for NCCL's kernels.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from moe_kernels.runtime.pytorch import unseen_by_modes
 from .collectives import Ranks, wait
 
 # Selective checkpointing raises if a recomputation runs more ops than its forward. The ops that this file runs depend
-# on earlier calls, so `unseen_by_modes` hides them from all modes.
+# on earlier calls, so `unseen_by_modes` hides these ops from all dispatch modes.
 
 
 class Gathering(NamedTuple):
-    """A gather in flight. It collects every rank's tensor [N, ...] in parts.
+    """A gather in flight, which collects every rank's tensor [N, ...] in parts.
 
-    `wait` returns a part of `whole`, ready for use on the current stream. Call it for each part in order.
+    `wait` returns a part of `whole`, ready for use on the current stream. Call `wait` for each part in order.
     """
 
     whole: Tensor  # [P * N, ...]: part after part, and within each part rank after rank
-    wait: Callable[[int], Tensor]  # [P * n, ...]
+    wait: Callable[[int], Tensor]  # index of a part -> [P * n, ...], n rows of each rank
 
 
-# A function that waits for this rank's part of a sum and writes it to a tensor [n, ...]. Call it once.
+# A function that waits for this rank's part of a sum and writes it to a tensor [n, ...]. Call the function once.
 Scattering = Callable[[Tensor], object]
 
 
@@ -49,7 +49,7 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
-        have arrived or been abandoned, as by a recomputation that stopped once it had all tensors for backward."""
+        be complete or abandoned. A recomputation abandons operations if it stops once backward's tensors exist."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -57,7 +57,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. Requires a gather since `begin`."""
+        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. After `begin`, call `gather` first."""
 
 
 class CollectiveTransport(Transport):
@@ -103,7 +103,7 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # earlier, smaller memory; kept, because CUDA graphs may still use it
-        self.under_way: set[object] = set()  # operations in flight, whose tensors must stay alive for the stream
+        self.under_way: set[object] = set()  # operations in flight; keeps tensors alive that the copy stream uses
         self._used_bytes = 0
         self.num_begun = 0
         self.all_have_begun = False  # whether a barrier has followed the last `begin` in the stream
@@ -211,7 +211,7 @@ class PeerCopies(Transport):
             self._last = None
 
     def _current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device.index)  # passing a device takes several times as long
+        return torch.cuda.current_stream(self.device.index)  # takes several times as long without `.index`
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 from moe_kernels.runtime.pytorch import is_in_backward
 
 # FSDP2 labels its work for profilers. A recomputation may have more labels than the forward, for instance if experts
-# are a separate FSDP2 group before a shared expert. Selective checkpointing refuses further ops, so ignore labels.
+# are a separate FSDP2 group before a shared expert. Selective checkpointing raises if a recomputation runs further
+# ops, so exempt the labels.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
@@ -55,7 +56,7 @@ def add_once(total: Tensor, amount: Tensor) -> None:
 def replayed_choice(
     topk_experts: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, K] int32
-    """Return the choice from an op whose result `save_routing` keeps. A recomputation then need not know the choice."""
+    """Return a copy of the choice. `save_routing` keeps the op's result, so a recomputation needs no record."""
     if is_in_backward():
         raise ValueError(
             "RoutingReplay.replay: a checkpointed region must have context_fn=save_routing, got a recomputation without"

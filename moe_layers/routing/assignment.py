@@ -6,9 +6,9 @@ the weights of the assigned experts, with gradients. A slot without an expert is
 | assignment | a token's experts | depends on other tokens |
 |---|---|---|
 | `RoundRobinAssignment` | `top_k`, in turn, independent of the logits | on the number of tokens before it |
-| `CustomAssignment` | decided by the callable | as the callable does |
+| `CustomAssignment` | decided by the callable | if the callable does |
 | `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
-| `TokenRounding` | its top-k, plus or minus some, so that tiles are full | on the whole call: not causal |
+| `TokenRounding` | its top-k, plus or minus some, so that GEMM tiles are full | on the whole call: not causal |
 
 If the choice depends on all tokens of a call, a token's result depends on how a batch is split into calls and on the
 other sequences. A sampler that processes one token at a time then gets other results. Set `layer.router.assignment =

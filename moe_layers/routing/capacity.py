@@ -25,8 +25,8 @@ class CapacityFactor:
     Args:
         factor: multiple of an even share. Below 1, fewer rows are computed and saved for backward.
         by: selects the slots that an expert keeps. "position" (default): the first in token order, independent of later
-            tokens. "weight": those with the largest routing weights, the first on ties. This reads later tokens and is
-            not causal.
+            tokens. "weight": those with the largest routing weights, the first on ties. "weight" reads later tokens and
+            is not causal.
 
     Raises:
         ValueError: `factor` is not a positive number, or `by` is unknown.
@@ -54,7 +54,7 @@ def positive_ratio(owner: str, factor: float) -> tuple[int, int]:
 
 
 def even_share(ratio: tuple[int, int], num_slots: int, num_experts: int) -> int:
-    """Return `ratio` times an expert's even share of the slots, rounded up. Exact, in integers."""
+    """Return ceil(ratio * num_slots / num_experts), computed exactly in integers."""
     numerator, denominator = ratio
     return -(-num_slots * numerator // (denominator * num_experts))
 
@@ -88,7 +88,7 @@ def _rank_among_equals(
     keys: Tensor,  # [N] integers
     priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
-    """Return how many elements with the same key precede each: higher priority first, then earlier position."""
+    """Return how many elements of equal key precede each element: higher priority first, then earlier position."""
     # Use only the results of stable sorts, because `save_routing` keeps them. `ordered` holds the sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)

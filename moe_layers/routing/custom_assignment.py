@@ -71,10 +71,10 @@ def slots_of_pairs(
 class CustomAssignment(Assignment):
     """Calls `route(logits)`, which returns (experts [T, K'] int32, weights [T, K']) or `TokenExpertPairs`.
 
-    Logits are [T, E], in float32 unless the layer is float64. They include padding tokens, whose result is ignored. A
+    Logits are [T, E], in float32 unless the layer is float64. Logits include padding tokens, whose result is ignored. A
     slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow through the
-    weights to their inputs. The layer synchronises with the GPU only if `route` does. The choice cannot be replayed,
-    because `route` also computes its weights.
+    weights to the tensors from which `route` computed the weights. The layer synchronises with the GPU only if `route`
+    does. The choice cannot be replayed, because `route` also computes its weights.
 
     Args:
         route: a function, but no module, because the layer would not register the module's parameters.

@@ -66,8 +66,8 @@ class ExpertChoice(_AcrossTokens):
     bias is ignored, because it would not change an expert's order of tokens. Weights follow the router's rule over the
     experts that took the token. For the paper's weights, the plain scores, set `normalize=False`.
 
-    Forward and backward allocate these ceil(...) rows per expert, at most T. The routing is [T, E], and its weights are
-    also saved.
+    Forward and backward allocate these ceil(...) rows per expert, at most T. Choice and weights are [T, E], and the
+    weights are saved for backward.
 
     Source: https://arxiv.org/abs/2202.09368.
 
@@ -100,14 +100,15 @@ _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2,
 
 @dataclass(frozen=True)
 class TokenRounding(_AcrossTokens):
-    """Rounds each expert's number of tokens in the top-k to a multiple, so that no tile is partly empty.
+    """Rounds each expert's number of tokens in the top-k to a multiple, so that no GEMM tile is partly empty.
 
     An expert with too many tokens drops those with its lowest scores, the last on ties. An expert with too few adds the
     tokens with its highest scores among all that did not choose it. A token may therefore get fewer experts than top_k,
     possibly none, or more. Weights follow the router's rule over the experts that the token gets. With fewer tokens
     than the multiple, no expert gets any. Use this assignment only for training, with many more tokens.
 
-    Experts have at most T * top_k rows plus those that rounding adds. The routing is [T, E], and its weights are saved.
+    Experts have at most T * top_k rows plus those that rounding adds. Choice and weights are [T, E], and the weights
+    are saved for backward.
 
     Source: https://arxiv.org/abs/2512.14080.
 

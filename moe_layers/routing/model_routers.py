@@ -22,7 +22,7 @@ class ReplayedChoice(NamedTuple):
 class AttachedRouter(Protocol):
     """A router of another library whose routing this package reads and changes.
 
-    `balance`, `whole_models` and `RoutingReplay` use these members. They mean the same in this package's own layers.
+    `balance`, `whole_models` and `RoutingReplay` use these members. Members of this package's own layers mean the same.
     """
 
     name: str  # name of the router in its model

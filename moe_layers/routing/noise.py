@@ -19,7 +19,7 @@ class RouterNoise:
 
     Args:
         input_jitter: in the router's input, each element of a token is multiplied by an independent uniform number from
-            [1 - input_jitter, 1 + input_jitter). This changes choice, weights, logits and losses, and gradients flow
+            [1 - input_jitter, 1 + input_jitter). Jitter changes choice, weights, logits and losses, and gradients flow
             through the product. Default: 0. Source: https://arxiv.org/abs/2101.03961.
         gumbel: scale of independent standard Gumbel noise that is added to the logits before experts are chosen.
             With 1 and softmax scores, experts are drawn without replacement by their probabilities. Weights, losses and
@@ -43,7 +43,7 @@ class RouterNoise:
         self,
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """Return the tokens with jitter, in their dtype. The factors are float32 or longer.
+        """Return the tokens with jitter, in their dtype. The factors are float32, or float64 for float64 tokens.
 
         Shapes: tokens [T, D]; result [T, D].
         """

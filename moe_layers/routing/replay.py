@@ -32,9 +32,9 @@ class RoutingReplay:
     A replayed router computes its own logits, and weighs the recorded experts by its own scores. Gradients flow to
     those scores as if the router had chosen these experts: see `moe_kernels.routing_weights`.
 
-    `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. It holds the router's choice
-    before padding and capacities, which are applied again on replay. `choices` can be filled by hand, sent or saved
-    like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
+    `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. The tensor holds the
+    choice before padding and capacities, which are applied again on replay. `choices` can be filled by hand, sent or
+    saved like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
 
     The model may also be a transformers model that was given to `enable`. The keys are then the names of the blocks
     that hold the routers, and the router's own code weighs the replayed experts. There, a token with a negative expert
@@ -67,7 +67,7 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1. So do tokens beyond the end of an array, such as the last token, which the engine never runs. A
+        Padding gets -1, as do tokens beyond the end of an array, such as the last token, which the engine never runs. A
         transformers model keeps its own choice for -1. A batch in several forwards needs a record for each.
 
         Shapes: attention_mask [B, S].

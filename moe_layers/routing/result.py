@@ -18,8 +18,8 @@ class LayerRouting(NamedTuple):
         topk_weights: [T, K] float32.
         logits: [T, E] float32, from which the scores are computed: after the soft cap, if the router has one.
         tokens_per_expert: [E] int32, number of tokens that each expert got. E includes the zero experts.
-        chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without one.
-        chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without one.
+        chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without a capacity.
+        chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without a capacity.
         token_mask: [T] bool, False for padding; None for no padding.
         sequence_lengths: [N] integers, or one length for all; None if unknown.
     """
@@ -60,7 +60,7 @@ def spread_slots(
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
     empty = torch.zeros(choices.shape[0], num_experts + 1, dtype=dtype, device=choices.device)
-    # An assignment may name an expert twice. Sums of two values are the same in any order; sums of more need PyTorch's
-    # deterministic mode on a GPU.
+    # An assignment may name an expert twice. A sum of two values is the same in any order. Sums of more values are
+    # deterministic on a GPU only in PyTorch's deterministic mode.
     values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)
     return empty.scatter_add(1, column, values)[:, :num_experts]

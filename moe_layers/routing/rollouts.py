@@ -1,4 +1,4 @@
-"""Put expert choices of inference engines, arrays [sequence, layer, top-k], in the order of a training batch."""
+"""Put expert choices of inference engines, an array [S, layers, K] per sequence, in the order of a training batch."""
 
 from __future__ import annotations
 

@@ -30,8 +30,8 @@ class TopKRouter(nn.Module):
     Parameters are `weight` [E, D] and, depending on the settings, `bias` [E], `input_scale` [D] and `per_expert_scale`
     [E]. The weight may be float32 with 16-bit tokens, as in some models. All products are then float32.
 
-    The selection bias is the buffer `selection_bias` [E]. Its updates are small, so it stays float32 when the module is
-    converted to a shorter dtype.
+    The selection bias is the buffer `selection_bias` [E]. Updates of this bias are small, so it stays float32 when the
+    module is converted to a shorter dtype.
 
     `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain the counts. The counts are no
     buffer, because each rank has its own and DistributedDataParallel would overwrite them with the first rank's.
@@ -118,7 +118,7 @@ class TopKRouter(nn.Module):
 
     @property
     def spec(self) -> RouterSpec:
-        """Return the settings. They cannot be changed, because they determine the parameters."""
+        """Return the settings. The settings cannot be changed, because they determine the parameters."""
         return self._spec
 
     def operands(

@@ -26,7 +26,7 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return (dtype, contiguity of each axis, is_aligned, has_lines). `is_aligned`: the address and strides other than
-    1 are multiples of 16 bytes, as TMA needs. `has_lines`: strides longer than a cache line are multiples of it."""
+    1 are multiples of 16 bytes, as TMA needs. `has_lines`: strides longer than a cache line are multiples of one."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -144,7 +144,10 @@ class Arguments(abc.ABC):
 
 
 class RowArguments(Arguments):
-    """Base of the arguments of out[start:end] = A[start:end] @ B[g] for every group g of rows."""
+    """Base of the arguments of out[start:end] = A[start:end] @ B[g] for every group g.
+
+    Group g has the rows start:end, with start, end = offsets[g - 1], offsets[g].
+    """
 
     B: Tensor  # [G, K, N]
     offsets: Tensor | None  # [G] int32; not read when tile_table is given

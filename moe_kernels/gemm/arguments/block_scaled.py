@@ -14,7 +14,8 @@ from ...types import TileTable
 from .base import RowArguments
 
 # A GEMM with this many columns or more reads a copy of the rows instead of gathering them. This saves about a tenth of
-# the GEMM's time. The copy takes the same time for any number of columns: the time saved at 2048 on an H200.
+# the GEMM's time. The time of the copy does not depend on the number of columns. On an H200, the copy takes as long as
+# it saves at 2048 columns.
 COLUMNS_WORTH_A_COPY = 4096
 
 
@@ -37,7 +38,7 @@ class BlockScaledGemmArguments(RowArguments):
     offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
-    epilogue: str | None = None  # always None: no kernel applies one
+    epilogue: str | None = None  # always None: no kernel applies an epilogue
     zero_tail: bool = True  # whether to write zeros to the rows past the last offset
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
     assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows

@@ -52,7 +52,7 @@ class DecodingGemmArguments(Arguments):
     accumulator_type: torch.dtype = torch.float32
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
-    epilogue: str | None = None  # always None: no kernel applies one
+    epilogue: str | None = None  # always None: no kernel applies an epilogue
     bias: Tensor | None = None  # [G, N]
     extra_a: Tensor | None = None  # [R, r], not gathered by row_to_token
     extra_b: Tensor | None = None  # [G, r, N]

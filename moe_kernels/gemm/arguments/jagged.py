@@ -30,7 +30,7 @@ class JaggedGemmArguments(Arguments):
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes the other rows of out
-    epilogue: str | None = None  # no kernel applies one so far
+    epilogue: str | None = None  # no kernel applies an epilogue so far
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
@@ -46,7 +46,7 @@ class JaggedGemmArguments(Arguments):
         return len(self.group_offsets) - 1
 
     def grouped(self, num_groups: int) -> GroupedGemmArguments:
-        """Return the same product as a grouped GEMM, with B repeated for each group."""
+        """Return the same product as a grouped GEMM, with B expanded to all groups, without a copy."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
         # With one group the group stride is not used, but TMA rejects some values. Set the stride of adjacent matrices.
         group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)

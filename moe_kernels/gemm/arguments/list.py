@@ -14,8 +14,8 @@ from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
 # Number of fields of a table row: the nine addresses, sizes and leading dimensions of a `Problem`; a bit mask of the
-# operands stored by columns (1: A, 2: B); the first tile and the end tile. The number is even, so that the tile list
-# after the rows is aligned to 16 bytes.
+# operands stored by columns (1: A, 2: B); the first tile and the end tile (exclusive). The number is even, so that the
+# tile list after the rows is aligned to 16 bytes.
 NUM_FIELDS = 12
 
 
@@ -57,13 +57,13 @@ class Survey(NamedTuple):
     but affect no other field."""
 
     problems: list[Problem]
-    num_filled: int
+    num_filled: int  # problems with a nonempty output
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
     whole: bool  # all contiguous axes are multiples of 16 bytes long
     separate: bool  # in A and B, no stored row or column overlaps the next one
-    largest: tuple[int, int, int]  # M, N, K
-    depths: frozenset[int]
+    largest: tuple[int, int, int]  # the largest M, the largest N and the largest K
+    depths: frozenset[int]  # all values of K
     area: int  # sum of M * N
     work: int  # sum of M * N * K
 

@@ -19,7 +19,7 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-_MULTIPLICATIONS_PER_BYTE = 50  # about half of tensor-core speed / memory bandwidth, from A100 to B200
+_MULTIPLICATIONS_PER_BYTE = 50  # about half of tensor-core multiplications/s over memory bytes/s, A100 to B200
 _BOUNDS_BLOCK = 128  # tile height in tables of weight gradients, whose kernels do not read the tiles
 
 
@@ -174,7 +174,7 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, w
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Check TMA's limits: at most 2**30 rows, no empty tensor, and gathered rows that are multiples of 16 bytes
+    """Check TMA's limits: fewer than 2**30 rows, no empty tensor, and gathered rows that are multiples of 16 bytes
     long."""
     if not design.tma:
         return SUPPORTED

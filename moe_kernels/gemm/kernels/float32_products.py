@@ -16,7 +16,7 @@ _FAST_FLOAT64 = frozenset({80, 90})
 
 
 def has_fast_float64(device: torch.device) -> bool:
-    """Return whether float64 products are as fast as float32 products. Return True in the interpreter."""
+    """Return whether float64 products are as fast as float32 products. Outside CUDA (the interpreter), return True."""
     return device.type != "cuda" or device_cc(device) in _FAST_FLOAT64
 
 
@@ -47,8 +47,8 @@ def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexp
 def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     """Return total + a @ b.
 
-    `positive` is any positive number whose value the compiler does not know. It keeps the compiler from adding each
-    float32 term to `total` directly.
+    `positive` is any positive number whose value the compiler does not know. The unknown value keeps the compiler from
+    adding each float32 term to `total` directly.
     """
     # Tensor cores sum float8 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). IMPRECISE
     # adds each step's sum to a float32 total.

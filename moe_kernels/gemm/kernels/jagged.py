@@ -230,7 +230,7 @@ def _float32_out(kernel: Kernel) -> Kernel:
     return type(kernel)(metadata)
 
 
-# Only TMA kernels need versions with float32 results, because the pointer kernels already write float32.
+# Only TMA kernels get versions with float32 results. The pointer kernels already write float32.
 FLOAT32_WGRAD_KERNELS = tuple(
     _float32_out(kernel)
     for kernel in TMA_WGRAD_KERNELS

@@ -1,4 +1,4 @@
-"""Grouped GEMM through pointers: any size, stride and GPU, optionally gathering the rows of A."""
+"""Grouped GEMM through pointers: any size, any stride and any supported GPU, optionally gathering the rows of A."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def multiply_tile(
     a_stride,  # along K
     row_mask,  # [BLOCK_M]
     b_ptrs,  # [BLOCK_K, BLOCK_N]
-    b_stride,
+    b_stride,  # along K
     column_mask,  # [BLOCK_N]
     depth,  # K, or 0 to return zeros
     EVEN_K: tl.constexpr,
@@ -108,7 +108,7 @@ def _grouped_gemm_kernel(
     row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(bounds_ptr + group + 1)
     row_mask = row < end
-    # The tail has no matrix, bias or scales: its rows become zeros.
+    # The tail (rows past the last group) has no matrix, bias or scales: its rows become zeros.
     row_inside = row < tl.where(group < G, end, 0)
     row = row.to(tl.int64)
     column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)

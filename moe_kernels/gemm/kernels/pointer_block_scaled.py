@@ -72,7 +72,8 @@ def _block_scaled_kernel(
     scale_a_ptrs = scale_a_ptr + a_row * scale_a_strides[0]
     scale_b_ptr += group * scale_b_strides[0] + (first_column // 128).to(tl.int64) * scale_b_strides[2]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-    for first in range(0, tl.where(group < G, K, 0), BLOCK_K):  # the tail has no matrix: its rows become zeros
+    # The tail (rows past the last group) has no matrix: its rows become zeros.
+    for first in range(0, tl.where(group < G, K, 0), BLOCK_K):
         a_mask, b_mask = row_mask[:, None], column_mask[None, :]
         if not EVEN_K:
             a_mask &= (first + k < K)[None, :]

@@ -3,7 +3,7 @@
 With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
 those of experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
 accumulated in float32 and rounded once. For many rows it is faster to dequantise the weight first: here every tile of
-rows decodes the weight again, and the fastest GEMMs need operands that the copy engine can load.
+rows decodes the weight again, and the fastest GEMMs need operands that TMA can load.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _decoding_gemm_kernel(
     OUT: tl.constexpr,  # rows of each stored matrix
     IN: tl.constexpr,
     FORM: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,  # whether B[g] is the transpose of the stored matrix [OUT, IN]
     EXTRA_K: tl.constexpr,
     PRECISION: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # rows of a tile in the table

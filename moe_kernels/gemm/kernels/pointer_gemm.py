@@ -1,4 +1,4 @@
-"""Dense and batched GEMM through pointers: any size, stride and GPU."""
+"""Dense and batched GEMM through pointers: any size, any stride and any supported GPU."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (at equal cost, the rule of thumb takes the first),
+# Each entry: tile, warps, stages, choices of programs per SM (`rule.py` takes the first of equal cost),
 # alignment. Every tile fits the smallest shared memory of a supported GPU. Without alignment, each element needs its
 # own address, and only small tiles have enough registers for that.
 _DESIGNS = {

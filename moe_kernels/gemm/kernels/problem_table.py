@@ -1,8 +1,8 @@
-"""The table of independent products that kernels walk in one launch.
+"""The table of independent products (problems) that a kernel computes in one launch.
 
-Every problem has its own sizes, addresses and leading dimensions. The table holds them on the device, together with the
-problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long reductions are
-first in the list, so that the last tiles to finish are short.
+Every problem has its own sizes, addresses and leading dimensions. The table holds these numbers on the device, together
+with the problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long
+reductions are first in the list, so that the last tiles to finish are short.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first row and column of a problem's tile. For each column tile, GROUP_TILES row tiles follow one
-    another."""
+    """Return the first row and column of tile number `local` of a problem. In each column tile, GROUP_TILES row tiles
+    follow one another."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
     first = local // band * GROUP_TILES

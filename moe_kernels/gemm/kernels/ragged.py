@@ -1,7 +1,7 @@
 """TMA descriptors over grouped rows. The hardware reads and writes nothing past the end of a group.
 
 A matrix [R, C] with row stride s is described with rank 4: shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1].
-The coordinates [2**30, end, 2**30 - left, c] address row `end - left`, since 2**30 * 2**34 wraps to zero:
+The coordinates [2**30, end, 2**30 - left, c] address row `end - left`, since 2**30 * 2**34 = 2**64 wraps to zero:
 
     2**30 * (2**34 - s) + end * s + (2**30 - left) * s = (end - left) * s
 

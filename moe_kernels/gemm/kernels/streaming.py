@@ -1,4 +1,4 @@
-"""Grouped GEMM for few rows per group, bound by the time to read the weights. Any CUDA GPU of capability 8.0 or later.
+"""Grouped GEMM for few rows per group, bound by the time to read the weights, for CUDA capability 8.0 or later.
 
 Tiles of 16 to 64 rows and few columns give many programs. Several programs share an SM, so that many bytes of the
 weights are in flight. Each step of the reduction reads long pieces of the weight's rows.
@@ -23,7 +23,7 @@ from .tma import load_bias
 _TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
 _MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; with more, warp-specialised kernels are faster
 _READING = 100  # cost of reading one value of a weight, in the unit of `RowTileKernel.estimate`
-_SHORT_REDUCTION = 1024
+_SHORT_REDUCTION = 1024  # K up to which `estimate` prefers `_PLAIN[0]` to `_PLAIN[1]`
 
 
 @triton.jit
@@ -102,7 +102,7 @@ def _streaming_kernel(
         return
     start = tl.load(bounds_ptr + group) + place * TABLE_ROWS
     end = tl.minimum(tl.load(bounds_ptr + group + 1), start + TABLE_ROWS)
-    # The tail has no matrix and no bias: its rows become zeros.
+    # The tail (rows past the last group) has no matrix and no bias: its rows become zeros.
     depth = tl.where(group < G, K // ALIGNED * ALIGNED, 0)
     matrix = tl.minimum(group, G - 1).to(tl.int64)
     column = first + tl.arange(0, BLOCK)
@@ -234,9 +234,9 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))
 
 
-# The fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for short reductions.
-# Gated kernels need wider halves than 16 columns: Triton up to 3.7.0 miscompiles the instruction that stores such
-# halves (`tests/machine_code/compiled.py`).
+# These were the fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for short
+# reductions. Gated kernels need wider halves than 16 columns: Triton up to 3.7.0 miscompiles the instruction that
+# stores such halves (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))
 _GATED = (StreamingDesign((16, 64, 256), 4, 3),)
 _MORE_ROWS = (StreamingDesign((32, 64, 128), 4, 3), StreamingDesign((64, 64, 64), 4, 5))

@@ -44,7 +44,7 @@ def _tma_kernel(
     ZERO_TAIL: tl.constexpr,
     B_COLUMN: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr,  # whether one software pipeline spans all tiles of a program
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -156,7 +156,7 @@ def load_bias(bias_ptr, bias_strides, group, column, mask):
 
 
 class TmaGroupedGemm(GroupedGemmKernel):
-    """`out[start:end] = A[start:end] @ B[g]`, optionally with gathered A and followed by an activation."""
+    """`out[start:end] = A[start:end] @ B[g]`, optionally with gathered A, a bias and an activation."""
 
     def scratch_bytes(self, args: GroupedGemmArguments) -> int:
         num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)

@@ -115,7 +115,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (at equal cost, the rule of thumb takes the first).
+# Each entry: tile, warps, stages, choices of programs per SM (`rule.py` takes the first of equal cost).
 # Float8 has no wider tile, because its sums take twice the registers.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]

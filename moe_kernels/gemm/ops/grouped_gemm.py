@@ -74,15 +74,16 @@ def grouped_gemm(
             both operands, or for neither. The fastest kernels read scales of `a` stored by columns. They read `b` and
             its scales as transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
-        out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32,
-            float8 (e4m3) operands float16, bfloat16 and float32.
+        out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32.
+            Float8 (e4m3) operands allow float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
             not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
             operands.
-        NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9; the reference upcasts.
+        NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9. There only the
+            reference computes them: it upcasts.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
     check_values("grouped_gemm", "offsets", offsets, a.shape[0])
@@ -132,7 +133,7 @@ def grouped_gemm_wgrad(
             passes. Default: False.
 
     Raises:
-        ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` lacks `out`.
+        ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` is set without `out`.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
     if accumulate and out is None:

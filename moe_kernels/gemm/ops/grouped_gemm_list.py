@@ -51,15 +51,15 @@ def grouped_gemm_list(
     Shapes: a_list [M, K] each, b_list [K, N] each; result [M, N] each.
 
     Args:
-        out_dtype: default: the operands' dtype, and bfloat16 for float8. 16-bit operands also allow float32, float8
-            (e4m3) operands float16, bfloat16 and float32.
+        out_dtype: default: the operands' dtype, and bfloat16 for float8. 16-bit operands also allow float32. Float8
+            (e4m3) operands allow float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature, or
             a float8 matrix requires a gradient.
         NotImplementedError: a CUDA graph is being captured, or the operands are float8 and the GPU is below compute
-            capability 8.9; the reference upcasts.
+            capability 8.9. There only the reference computes them: it upcasts.
     """
     op = "grouped_gemm_list"
     _check(op, a_list, b_list)

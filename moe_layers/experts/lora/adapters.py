@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA) of the experts: settings, parameters, and the functions behind the layer's methods.
 
-Each expert adds the adapters n of a projection to its weight w, and computes with
+Each expert adds the active adapters n of a projection to the projection's weight w, and computes with
 
     w + sum over n of scale_n * b_n @ a_n          a_n [r, in], b_n [out, r]
 
@@ -36,7 +36,7 @@ class LoRA:
         rank: the rank r for each target and expert.
         alpha: the product of the factors is scaled by alpha / rank.
         targets: projections with an adapter: "up" (gate and up rows together), "down", or by default both.
-        dropout: probability with which an element of the adapter's input is zeroed in training. If it is not 0,
+        dropout: probability with which an element of the adapter's input is zeroed in training. If not 0,
             training computes the experts with several ops, which costs time and memory. Evaluation stays fused.
         rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
         shared_outer: all experts share the factors `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
@@ -208,7 +208,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # a slow import
 
         for key, factor in list(adapter.named_parameters()):
-            # Each rank draws the factors of all experts, and keeps its part. The first rank sends the shared factors.
+            # Each rank draws the factors of all experts, and keeps its part. Shared factors come from the first rank.
             placement, source = (Replicate(), 0) if adapter.is_shared(key) else (Shard(0), None)
             sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=source)
             setattr(adapter, key, nn.Parameter(sharded))

@@ -53,7 +53,7 @@ def merge_lora(
         keep_base: keep the adapters, and a copy of the weights in the memory of the host, for `unmerge_lora`.
         requantize: store quantised weights in their format again. A change that is small relative to the steps of the
             format is lost in the rounding.
-        least_kept: with `requantize`, the least share of the change that must survive rounding; 0 accepts any loss.
+        least_kept: with `requantize`, the smallest accepted share of the change, as in Returns; 0 accepts any loss.
 
     Returns:
         with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2, and 0 if

@@ -1,3 +1,3 @@
-"""Warp-specialised kernels for Hopper: the host half of a kernel in `<name>.py`, its device half in
-`<name>_device.py`. Import a device half only if `runtime.gluon.OBSTACLE` is None.
+"""Gluon kernels for Hopper. `<name>.py` holds the host code of a kernel, `<name>_device.py` its device code.
+Import device code only if `runtime.gluon.OBSTACLE` is None.
 """

@@ -1,9 +1,9 @@
-"""Activations for epilogues with 16-bit results. Each takes a few instructions per value. Errors of activations are far
-below the error of the final rounding.
+"""Activations for epilogues with 16-bit results. An activation takes a few instructions per value. Except in `_gelu`,
+errors are far below the error of the final rounding.
 
 A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
 last places of float32 and takes longer. These functions use only the hardware's exp2 and reciprocal, with a relative
-error of 2**-22 each. NaN stays NaN.
+error of at most 2**-22 each. NaN stays NaN.
 """
 
 from triton.experimental import gluon
@@ -43,9 +43,9 @@ def _gelu_tanh(x):
 
 @gluon.jit
 def _gelu(x):
-    """Return x * P(z < x) for a normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a polynomial.
-    The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. This error is also the relative error of
-    the smaller probability."""
+    """Return x * P(z < x) for a standard normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a
+    polynomial. The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. This error is also the relative
+    error of the smaller probability."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06

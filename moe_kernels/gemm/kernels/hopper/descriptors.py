@@ -72,7 +72,8 @@ def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, in
 def matrices_form(
     shape: torch.Size, strides: tuple[int, ...], by_columns: bool, block_n: int, block_k: int, bits: int = 16
 ) -> dict[str, Any]:
-    """Return the fields of the descriptor of matrices [G, K, N], stored by columns or by rows."""
+    """Return all fields except the tensor of a descriptor of matrices [G, K, N], contiguous along K if `by_columns`,
+    else along N."""
     num_groups, depth, num_columns = shape
     stride_g, stride_k, stride_n = strides
     if by_columns:

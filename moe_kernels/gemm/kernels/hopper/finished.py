@@ -23,7 +23,7 @@ class Finished:
     group: gl.tensor
     row: gl.tensor  # row coordinate of a ragged descriptor: ROW_BOUND is the group's end
     end: gl.tensor
-    column: gl.tensor
+    column: gl.tensor  # index of the column tile
 
     @gluon.constexpr_function
     def __init__(self, group, row, end, column):
@@ -35,7 +35,7 @@ class Finished:
 
 @gluon.constexpr_function
 def num_parts(pieces):
-    """Return the number of parts: two parts of the product, then the pieces of the activation."""
+    """Return the number of parts that write a tile: two halves of the product, then the activation's pieces."""
     return 2 + pieces
 
 
@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """A bias [G, N] with rows of whole 16 bytes. Functions take None instead of this object if there is no bias."""
+    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, functions take None instead."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -66,14 +66,14 @@ class Bias:
 
 @gluon.constexpr_function
 def _columns_of_threads(columns):
-    """Lay out columns as wgmma does. A thread holds pairs of neighbours, so that one load reads a pair."""
+    """Return wgmma's layout of columns. A thread holds pairs of neighbouring columns, so that one load reads a pair."""
     registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
     return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
 
 
 @gluon.jit
 def load_bias(bias, group, first, end, like):
-    """Load the group's bias for the columns of `like`, starting at column `first`; zeros from `end` on."""
+    """Load the group's bias for the columns of `like`, starting at column `first`. Columns from `end` on get zeros."""
     column = first + gl.arange(0, like.shape[1], layout=_columns_of_threads(like.shape[1]))
     loaded = gl.load(bias.pointer + group.to(gl.int64) * bias.stride + column, mask=column < end, other=0.0)
     return gl.convert_layout(loaded, gl.SliceLayout(0, like.type.layout))
@@ -215,7 +215,7 @@ def write_last(
 ):
     """Write all parts of the last tile."""
     if PIECES and not GATED:
-        # The compiler must not unroll this loop: it would compute both halves at once and run out of registers.
+        # If the compiler unrolled this loop, it would compute both halves at once and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)
             first = (2 * at.column + half) * (2 * left.shape[1])
@@ -230,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate unchanged. Tiles of the tail use this function as activation, because they become zeros."""
+    """Return the gate unchanged. Tiles past the last group use this function as activation: zeros stay zeros."""
     return gate

@@ -1,4 +1,4 @@
-"""Catalog objects of the warp-specialised kernel with the gradient of a gated activation in its epilogue."""
+"""Entries of the kernel catalog: the warp-specialised grouped GEMM with a gated activation's gradient as epilogue."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no shared memory for five buffers. With fewer buffers they are not faster.
+    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)

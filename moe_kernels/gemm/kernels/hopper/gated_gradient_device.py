@@ -1,10 +1,11 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
-The product dA' of a tile stays in registers, rounded to the dtype of the results, as a separate kernel would read it.
-Among the next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient.
-The steps in between give the tensor cores work for that time. A consumer has two buffers for pieces of H, the
-preactivation. The consumer overwrites each piece with the gradient dH and stores dH. The last step before piece p
-starts to load piece p + 1. The first two pieces of a tile are loaded before the tile is finished.
+The product dA' = A @ B[g] is the activation's gradient, not yet weighted. A finished tile's dA' stays in registers,
+rounded to the dtype of the results, as a separate kernel would read it. Among the next tile's first steps, every
+SPACING-th step also computes a piece of the finished tile's gradient. The steps in between give the tensor cores work
+during this computation. A consumer has two buffers for pieces of H, the preactivation. The consumer overwrites each
+piece with the gradient dH and stores dH. The last step before piece p starts to load piece p + 1. The first two pieces
+of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon

@@ -1,4 +1,4 @@
-"""Catalog objects of the warp-specialised grouped GEMM, with the reasons for unsupported arguments."""
+"""Entries of the kernel catalog for the warp-specialised grouped GEMM, with the reasons for unsupported arguments."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return the number of row tiles in a band if the last column tile takes half the time.
+    """Return the height of a band in row tiles, `least` to 2 * `least`, if the last column tile takes half the time.
 
     A band is computed column by column, so its last column tiles follow one another. Every num_programs-th tile goes to
     the same program. With most heights some programs get many last column tiles and others none. Programs with many run
-    ahead, and the L2 cache drops data before other programs read it. Bands begin equally often at every program whose
+    ahead, and the L2 cache drops data before other programs read it.
+
+    Let `step` be the gcd of the tiles in a band and num_programs. Bands begin equally often at every program whose
     number is a multiple of `step`. If `step` divides the height, every program gets equally many last column tiles.
     """
 

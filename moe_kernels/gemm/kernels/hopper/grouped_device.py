@@ -92,7 +92,8 @@ def _consume(
     # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     # In a long reduction, a warpgroup without rows multiplies, too. If it skipped the tile, its program would run ahead
-    # of programs that share its data. The L2 cache would drop data in between, which costs more than skipping saves.
+    # of programs that share its data. The L2 cache would drop data before those programs read it, which costs more than
+    # skipping saves.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
@@ -148,7 +149,7 @@ def grouped_gemm_kernel(
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    extra_a_desc,  # [R, r] of a second pair of operands; None without EXTRA_STEPS, like the rest of the pair
+    extra_a_desc,  # [R, r]; extra_a @ extra_b[g] is added to A @ B[g]; None without EXTRA_STEPS, like the next four
     extra_a_ptr,  # [R, r]; replaces extra_a_desc if the rows of A are gathered
     extra_a_stride,
     extra_depth,  # r
@@ -165,7 +166,7 @@ def grouped_gemm_kernel(
     num_column_tiles,
     num_steps,  # steps of the reduction, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G; None if a table is given
-    ZERO_TAIL: gl.constexpr,
+    ZERO_TAIL: gl.constexpr,  # whether to write zeros to the rows past the last group
     EXTRA_STEPS: gl.constexpr,  # number of steps at the end that read the second pair of operands
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None

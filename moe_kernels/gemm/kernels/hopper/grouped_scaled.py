@@ -1,4 +1,4 @@
-"""Catalog objects of the warp-specialised kernel for e4m3 operands with block scales."""
+"""Entries of the kernel catalog: the warp-specialised grouped GEMM of e4m3 operands with block scales."""
 
 from __future__ import annotations
 

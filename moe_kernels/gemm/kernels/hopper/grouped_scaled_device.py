@@ -2,10 +2,10 @@
 
 Each consumer owns 64 rows of a tile and multiplies them with 128 columns at a time. After 128 products per element the
 tensor cores' sum is scaled and added to a float32 total. The consumers take turns: while one adds, the tensor cores
-work for the other. The tile's two halves of 128 columns each have one scale of B per step, a scalar.
+work for the other. A tile of 256 columns has two halves, and each half has one scale of B per step, a scalar.
 
-Scales are loaded at the start of the step that reads them, and arrive while the tensor cores work. Consumers, too, load
-a tile's position one tile ahead, because the tile's scales are needed before its first sum.
+Scales are loaded at the start of the step that reads them, and arrive while the tensor cores work. Like the producer,
+consumers load a tile's position one tile ahead, because the tile's scales are needed before its first sum.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -31,7 +31,7 @@ from .ring import (
 from .tiles import Tiles, row_tile_at, tile_at
 
 _STEP = gl.constexpr(128)  # products between two additions to the total; also columns that share a scale
-_ROWS = gl.constexpr(64)  # rows of a consumer
+_ROWS = gl.constexpr(64)  # rows of a tile that one consumer computes
 
 
 @aggregate
@@ -39,7 +39,7 @@ class Scales:
     """Scales of both operands."""
 
     a: gl.tensor  # pointer to [K / 128, rows of A]
-    a_stride: gl.tensor
+    a_stride: gl.tensor  # from one step to the next
     b: gl.tensor  # pointer to [G, N / 128, K / 128]
     num_steps: gl.tensor  # K / 128, rounded up
     num_column_blocks: gl.tensor  # N / 128, rounded up

@@ -97,7 +97,7 @@ def _produce_gathered(
             load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
             k = extra * BLOCK_K + c
             extra_stride = extra_a_stride // 8 * 8
-            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # adjacent rows: `row_to_token` does not apply
+            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # [R, r]: `row_to_token` does not apply
             within = gl.minimum(r, max(end - 1 - row, 0)) * extra_stride
             extra_pointers = first + (within[:, None] + k[None, :])
             gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))

@@ -1,12 +1,12 @@
-"""Parts of the warp-specialised Hopper kernels, in the Gluon of Triton 3.6 to 3.9.
+"""Building blocks of the warp-specialised Hopper kernels, for Gluon in Triton 3.6 to 3.9.
 
 One warpgroup is the producer: it copies both operands to shared memory, with several steps in flight. Two
-warpgroups are consumers: each owns half of the rows of a tile and multiplies it with wgmma. A consumer writes a
+warpgroups are consumers: each consumer computes half of the rows of a tile with wgmma. A consumer writes a
 finished tile to global memory while the tensor cores already work on the next tile. The finished tile stays in
 registers, as two rounded halves, and each of the next tile's first steps writes one part of the finished tile.
 
-Ragged rows are read and written through descriptors whose row coordinate reaches its bound at the end of the group, so
-the hardware clips there; `ragged.py` has the maths. Gathered rows are copied asynchronously, 16 bytes at a time.
+In a ragged descriptor, the row coordinate reaches its bound at the end of a group. The hardware therefore clips reads
+and writes there: see `ragged.py`. Gathered rows are copied asynchronously, 16 bytes at a time.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....runtime.gluon import aggregate, copy_load, tma_load, tma_store
 
-ROW_BOUND = gl.constexpr(0x40000000)
+ROW_BOUND = gl.constexpr(0x40000000)  # 2**30, bound of the row coordinate in a ragged descriptor
 PRODUCER_THREADS = gl.constexpr(128)
 
 
@@ -92,7 +92,7 @@ def load_block(ready, desc, at, buffer):
 
 @gluon.jit
 def gather_block(ready, pointers, mask, buffer):
-    """Producer: start the copies of a block of gathered rows; zeros where the mask is false."""
+    """Producer: start the copies of a block of gathered rows. The buffer gets zeros where `mask` is false."""
     copy_load(buffer, pointers, mask)
     async_copy.mbarrier_arrive(ready, increment_count=False)
 
@@ -121,8 +121,8 @@ def release_previous(ring, step, pred=True):
 
 @gluon.jit
 def pinned(value):
-    """Tie a rounding to its place in the code. If the compiler moved the rounding into the next tile's wgmma region,
-    the code would wait after every single wgmma."""
+    """Return a 16-bit value unchanged, but keep the compiler from moving the rounding that made the value. With the
+    rounding in the next tile's wgmma region, the code would wait after every single wgmma."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
 
 
@@ -158,7 +158,7 @@ def unpacked(pairs, DTYPE: gl.constexpr):
 
 @gluon.jit
 def write(value, desc, at, buffer):
-    """Copy a [rows, columns] value to global memory through this warpgroup's staging buffer."""
+    """Start to copy a [rows, columns] value to global memory through this warpgroup's staging buffer."""
     stage(value, buffer, 0, 1)
     send(desc, at, buffer)
 

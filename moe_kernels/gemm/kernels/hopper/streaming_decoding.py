@@ -1,4 +1,4 @@
-"""Grouped GEMM of quantised weights and few rows per group, as catalog objects.
+"""Entries of the kernel catalog for the grouped GEMM of quantised weights and few rows per group.
 
 `streaming_decoding_device.py` holds the kernel. With few rows per group, reading and decoding the weights takes most of
 the time. These kernels decode the weights in the registers that mma reads.
@@ -32,7 +32,8 @@ def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
     """Return the cost of one group for one index along K.
 
     Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard deviations,
-    enough for most groups. With at most one row per group, narrow tiles cost less: few groups must occupy all SMs.
+    enough for most groups. With at most one row per group, narrow tiles (below 128 columns) cost less, because few
+    groups must occupy all SMs. With more rows per group, wide tiles cost less.
     """
     rows, columns, _ = design.tile_shape
     passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
@@ -45,7 +46,7 @@ class StreamingDecodingGemm(Kernel):
 
     arguments_class = DecodingGemmArguments
     obstacle = OBSTACLE
-    form: str
+    form: str  # name of the quantisation format
     values_per_byte = 1
     cost = 1.0  # factor of the estimate, measured against `DecodingGemm`
 

@@ -1,12 +1,12 @@
 """Grouped GEMM of quantised weights for few rows per group, bound by the time to read and decode the weights.
 
-One program multiplies a tile's rows, ROWS at a time, by BLOCK_OUT rows of a weight [OUT, IN]. The copy engine streams
-the weight through a ring in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a
-row at a time, decodes them in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
-ROWS can be as small as 8. wgmma would read decoded values from registers, too, but ptxas up to 12.9 miscompiles that.
+One program multiplies a tile's rows, ROWS at a time, by BLOCK_OUT rows of a weight [OUT, IN]. TMA copies the weight
+through a ring buffer in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a row
+at a time, decodes the bytes in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
+ROWS can be as small as 8. wgmma could also read decoded values from registers, but ptxas up to 12.9 miscompiles that.
 
-The reduction of mma may run in any order. Threads therefore hold values in the order in which they are stored, and the
-rows are permuted alike (`_mma_order`), so that no value changes threads.
+mma may sum over the reduction axis in any order. Each thread therefore keeps weight values in the order in which they
+are stored. `_mma_order` permutes the rows to the same order, so that no value moves to another thread.
 """
 
 # No `from __future__ import annotations`: kernels read annotations as types.
@@ -33,8 +33,8 @@ def _row_bases(block_out, num_warps):
 
 @gluon.constexpr_function
 def _stored_layout(block_out, chunks, num_warps):
-    """Return the layout of stored bytes [BLOCK_OUT, chunks * 64]: a thread holds 16 bytes of each of its rows, the next
-    thread the next 16 bytes."""
+    """Return the layout of stored bytes [BLOCK_OUT, chunks * 64]. A thread holds 16 bytes of each 64-byte chunk of its
+    rows, and the next thread holds the next 16 bytes."""
     lanes, warps, registers = _row_bases(block_out, num_warps)
     columns = [[0, 1 << i] for i in range(4)] + ([[0, 64]] if chunks == 2 else [])
     return gl.DistributedLinearLayout(
@@ -75,8 +75,8 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     """Permute the reduction of rows [ROWS, K] to the order in which `_decoded` returns the weight.
 
-    Axes of a chunk of 64 bytes: c is the thread, w the 4-byte word, the others the value in the word. The last axes of
-    the result are c and q, because mma multiplies pairs of values (q) of four threads (c) at a time.
+    Axes of a chunk of 64 bytes: c indexes the thread, w its 4-byte words, and the other axes the values in a word. The
+    last axes of the result are c and q, because mma multiplies pairs of values (q) of four threads (c) at a time.
     """
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # axes c, w, q, j: values j and j + 4 of a word are a pair
@@ -105,10 +105,10 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 def _mxfp4_assembly(nan_255):
     """Return assembly that decodes the 32 values in $16 to $19, times the e8m0 scale in $20's low byte, to $0 to $15.
 
-    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. A product with a sum of two powers
-    of two moves both numbers into bfloat16s: signs to signs, exponents to the lowest exponent bits, fractions to the
-    highest fraction bits. Each result is the number times 2 ** -126. A product with 2 ** (scale - 1) follows. Above a
-    scale of 128, that power is no bfloat16, and two products replace this one.
+    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. Multiplication by a sum of two
+    powers of two shifts both values into bfloat16 fields: signs to signs, exponents to the lowest exponent bits,
+    fractions to the highest fraction bit. Each result is the value times 2 ** -126. A product with 2 ** (s - 1)
+    follows, where s is the scale's byte. If s > 128, bfloat16 cannot hold that power; two products replace this one.
     """
     power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
     lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
@@ -165,7 +165,8 @@ def _decode_fp8(stored, scale):
 
 @gluon.jit
 def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
-    """Load the scales that `_scales_of_stored` takes. `ptr` is the first scale of the group's matrix."""
+    """Load a step's scales for `_scales_of_stored`: [BLOCK_OUT, 4 * CHUNKS] for MXFP4, [BLOCK_OUT] float32 for FP8.
+    `ptr` is the first scale of the group's matrix."""
     if FORM == "mxfp4":
         layout: gl.constexpr = _by_16_bytes_layout(row.shape[0], CHUNKS, gl.num_warps())
         column = step * (4 * CHUNKS) + gl.arange(0, 4 * CHUNKS, layout=gl.SliceLayout(0, layout))
@@ -190,7 +191,7 @@ def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHU
 
 @gluon.jit
 def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr):
-    """Load the values of a step of rows [ROWS, K]; zeros past the reduction and past the last row."""
+    """Load a step's values of the rows, [ROWS, VALUES]. Values past the reduction or past the last row are zeros."""
     VALUES: gl.constexpr = pointers.shape[1]
     k = step * VALUES + gl.arange(0, VALUES, layout=gl.SliceLayout(0, layout))
     return gl.load(pointers + step * VALUES, mask=row_mask[:, None] & (k < IN)[None, :], other=0.0)
@@ -198,7 +199,7 @@ def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.constexpr):
-    """Start to copy the weight's bytes of a step to shared memory."""
+    """Start to copy a step's bytes of the weight to shared memory. `step` is (index of the copy, step along IN)."""
     slot = step[0] % STAGES
     mbarrier.expect(full.index(slot), w_desc.block_type.nbytes, pred=pred)
     column = step[1] * w_desc.block_type.shape[-1]
@@ -222,12 +223,12 @@ def streaming_kernel(
     G,
     OUT: gl.constexpr,
     IN: gl.constexpr,
-    FORM: gl.constexpr,
+    FORM: gl.constexpr,  # format of the weight: "fp8" or "mxfp4"
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
     TILE_ROWS: gl.constexpr,  # rows of a tile in the table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    CHUNKS: gl.constexpr,  # chunks of 64 bytes that a step reads from each row of the weight
     STAGES: gl.constexpr,
 ):
     """One program writes BLOCK_OUT columns of x @ w[g].T + bias[g] for one tile of the table, ROWS rows at a time.

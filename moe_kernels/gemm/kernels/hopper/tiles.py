@@ -12,8 +12,8 @@ MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table, one 
 
 # From this number of steps on, counted over all tiles of a program, half-width tiles are computed at full width.
 # Half-width tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead
-# of the programs that share their data. If the L2 cache has dropped the data by then, the second read costs more than
-# half-width tiles save.
+# of the programs that share their data. If the L2 cache drops the data before the later programs read it, the second
+# read from memory costs more than half-width tiles save.
 LONG_WORK = gl.constexpr(4400)
 
 
@@ -21,8 +21,8 @@ LONG_WORK = gl.constexpr(4400)
 class Tiles:
     """The tiles of the product: row tiles from the table, or from the offsets of few groups, times column tiles."""
 
-    entries: gl.tensor  # pointer to [capacity, 2]; without a table, cumulative tile counts [MOST_WALKED] of `walk`
-    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G], then end rows [MOST_WALKED] of `walk`
+    entries: gl.tensor  # pointer to [capacity, 2]; without a table, cumulative tile counts [MOST_WALKED] (`with_walk`)
+    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G]; after `with_walk`, end rows [MOST_WALKED]
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
@@ -67,7 +67,7 @@ def _plus(x, y):
 
 @gluon.jit
 def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
-    """Return (cumulative tile counts, end rows) [MOST_WALKED] of the groups. Offsets are clamped as in
+    """Return (cumulative tile counts, end rows) of the groups, each [MOST_WALKED]. Offsets are clamped as in
     `make_tile_table`. Lanes past the last group repeat the last group's values."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     group = gl.arange(0, MOST_WALKED, layout=layout)
@@ -95,7 +95,7 @@ def with_walk(tiles):
 
 @gluon.jit
 def row_tile_at(tiles, row_tile):
-    """Return (group, first row, end row of the group)."""
+    """Return (group, first row, end row of the group). Row tiles past the last group have group G."""
     if tiles.num_groups is None:
         group = gl.load(tiles.entries + 2 * row_tile)
         block = gl.load(tiles.entries + 2 * row_tile + 1)

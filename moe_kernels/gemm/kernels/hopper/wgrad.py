@@ -1,4 +1,4 @@
-"""Catalog objects of the warp-specialised weight gradient, with the reasons for unsupported arguments."""
+"""Kernel catalog entries for the warp-specialised weight gradient, with the reasons for unsupported arguments."""
 
 from __future__ import annotations
 

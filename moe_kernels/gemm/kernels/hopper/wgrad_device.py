@@ -30,7 +30,7 @@ class Tiles:
 
     bounds_ptr: gl.tensor  # [G + 2]
     order_ptr: gl.tensor  # [G]
-    num_tiles: gl.tensor
+    num_tiles: gl.tensor  # of all groups
     num_k_tiles: gl.tensor
     num_n_tiles: gl.tensor
     block_r: gl.constexpr
@@ -57,7 +57,10 @@ def turns(tiles):
 
 @gluon.jit
 def tile_at(tiles, turn):
-    """Return (group, tile along K, tile along N, rows in the group, end row) of a turn, clamped to the last tile."""
+    """Return (group, tile along K, tile along N, rows in the group, end row) of this program's tile number `turn`.
+
+    Past the last tile, return the values of the last tile.
+    """
     # In odd turns, programs take tiles in reverse order, so that no program gets the longest tile of every turn.
     place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
     tile = min(turn * gl.num_programs(0) + place, tiles.num_tiles - 1)
@@ -192,7 +195,7 @@ def _multiply(
 
 @aggregate
 class Finished:
-    """Position of the tile that is still to be written."""
+    """Position of the tile that is still to be written: its first row and column in out[group]."""
 
     group: gl.tensor
     row: gl.tensor
