@@ -1,4 +1,4 @@
-"""Reading the settings of an MoE block from the configuration of a published model."""
+"""Reads the settings of an MoE block from the configuration of a published model."""
 
 from .fields import NESTED, ModelConfig, read_config
 from .table import ARCHITECTURES, OWN_MODEL_TYPE, RECORD, REFUSED, find_architecture

@@ -1,4 +1,4 @@
-"""Reading the fields of a model's `config.json`, with clear errors for missing or malformed fields."""
+"""Reads the fields of a model's `config.json`, with clear errors for missing or malformed fields."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class ModelConfig:
     A field that is a list has one entry per layer. A field that is null counts as missing.
 
     Attributes:
+        values: the JSON object that holds the fields.
+        layer: index of the layer whose entry is read from lists.
         required: names of fields that must exist, even if the caller gives a default.
     """
 
@@ -84,7 +86,7 @@ class ModelConfig:
 def read_config(values: dict, layer: int, prefix: str = "") -> ModelConfig:
     """Return the configuration of the language model, which composite models keep in a nested object.
 
-    If the configuration has an object such as `talker_config`, the prefix "talker." of a block selects it.
+    If the configuration has an object such as `talker_config`, a block with "talker." in its prefix uses this object.
     """
     for part in prefix.split("."):
         own = values.get(f"{part}_config")

@@ -1,4 +1,4 @@
-"""Readers of a router's settings from a model's configuration."""
+"""Functions that read a router's settings from a model's configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """Read DBRX's router. If `moe_normalize_expert_weights` is null, weights are not normalised. Default: 1."""
+    """Read DBRX's router. `moe_normalize_expert_weights` is the p of the norm that divides the weights. Default: 1.
+
+    If this field is null, weights are not normalised.
+    """
     config = config.nested("ffn_config")
     if config.values.get("moe_normalize_expert_weights", 1.0) is None:
         return RouterSpec.softmax(normalize=False)
@@ -73,7 +76,8 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
     Raises:
-        ValueError: a table chooses the layer's experts by token id ("hash_moe", the default of the first layers).
+        ValueError: a table chooses the layer's experts by token id: "hash_moe", the default of the first 3 layers
+            (`num_hash_layers`).
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
     if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":

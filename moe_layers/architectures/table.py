@@ -1,4 +1,4 @@
-"""The published architectures, by the `model_type` of their configuration.
+"""Tables of the published architectures, by the `model_type` of their configuration.
 
 Every entry was checked against the module of transformers 5.24 that it describes. `REFUSED` lists the known
 architectures that are not supported, each with the reason.
@@ -72,7 +72,7 @@ def _one_shared(config: ModelConfig) -> int:
 
 
 def _several_shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
-    """Return a reader of the joint size of all shared experts. Together they equal one expert of that size."""
+    """Return a reader of number * d_ff of the shared experts. All of them equal one expert of this hidden size."""
     names = d_ff or ("moe_intermediate_size",)
     return lambda config: config.integer(*_NUM_SHARED, **default) * config.integer(*names) or None
 
@@ -86,6 +86,7 @@ class Architecture:
     """The fields of an architecture's configuration that describe its MoE block.
 
     Attributes:
+        d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
         required: fields that config.json must hold, because the functions above and the model's configuration class
             have different defaults.
@@ -146,8 +147,8 @@ class Architecture:
         return config.integer(self.zero_experts) if self.zero_experts else 0
 
 
-# `save_checkpoint` and `convert` write these into config.json. OWN_MODEL_TYPE is the `model_type` of a layer that was
-# not read from a checkpoint. RECORD is the field that names the layout of the experts.
+# `save_checkpoint` and `convert` write the name of the experts' layout into the field RECORD of config.json.
+# `save_checkpoint` writes OWN_MODEL_TYPE as the `model_type` of a layer that was not read from a checkpoint.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
 _NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # all other fields are settings

@@ -1,4 +1,4 @@
-"""Weights of a trained model for the engine that serves it."""
+"""Yields and packs the weights of a trained model for the inference engine that serves the model."""
 
 from .buckets import Bucket, checksum, pack
 from .streaming import iter_weights

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from ..checks import check_positive
 
-_ALIGNMENT = 16  # bytes; a view of any dtype may start at a multiple
+_ALIGNMENT = 16  # bytes; at a multiple, the bytes of the buffer can be viewed as any dtype
 
 
 class Entry(NamedTuple):
-    """The place of a tensor in a bucket."""
+    """The description of a tensor in a bucket, without its bytes."""
 
     name: str
     dtype: torch.dtype
@@ -30,7 +30,7 @@ class Bucket:
     """Weights that are sent together: the entries as a Python object, the buffer as one tensor.
 
     Attributes:
-        entries: name, dtype, shape, place and, if asked for, checksum of each weight.
+        entries: name, dtype, shape, offset and (with `checksums=True`) checksum of each weight.
         buffer: [bytes] uint8, on the device of the weights.
     """
 
@@ -41,7 +41,7 @@ class Bucket:
         """Yield the name and the tensor of each weight. The tensors are views of the buffer.
 
         Raises:
-            ValueError: a tensor has another checksum than its entry.
+            ValueError: a tensor's checksum differs from that in its entry.
         """
         for entry in self.entries:
             num_bytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
@@ -57,12 +57,12 @@ def checksum(tensor: Tensor) -> int:
 
 
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, checksums: bool = False) -> Iterator[Bucket]:
-    """Yield the weights in order, in buckets of at most `max_bytes` on one device. A larger tensor is one bucket.
+    """Yield the weights in order, in buckets of at most `max_bytes` on one device. A larger tensor gets its own bucket.
 
-    Memory holds one bucket, and the tensors that it was made from.
+    Memory holds one bucket, and the tensors that were packed into this bucket.
 
     Args:
-        checksums: also store the checksum of each tensor, which `Bucket.unpack` compares.
+        checksums: also store the checksum of each tensor, which `Bucket.unpack` verifies. Default: False.
 
     Raises:
         ValueError: `max_bytes` is not positive.

@@ -1,8 +1,8 @@
-"""The layout of experts that the loaders of inference engines read, by architecture.
+"""Tables of the layout of experts that inference engines read, by architecture.
 
 Every entry was compared with `load_weights` in vllm/model_executor/models of vLLM 0.33.0 and in sglang/srt/models of
 SGLang 0.5.23. vLLM has no file for flex_olmo and hunyuan_v1_moe, so its transformers backend loads them. Both engines
-take the names of published checkpoints, and stack gate and up of each expert in one parameter.
+take the names of published checkpoints, and stack the gate and up matrices of each expert in one parameter.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ENGINES = {
         **dict.fromkeys(("flex_olmo", "jamba"), "per_expert"),
         "llama4_text": "transposed",
     },
-    # llama4_text by itself is missing, because SGLang's loader of the text model drops the experts.
+    # "llama4_text" is missing, because SGLang's loader of the text model alone drops the experts.
     "sglang": {**_BOTH, "llama4": "transposed"},
 }
 LAYOUTS = ("huggingface", *_ENGINES)

@@ -1,4 +1,4 @@
-"""Weights of a model under the names that an inference engine loads, one layer in memory at a time."""
+"""Yields the weights of a model under the names that an inference engine loads, one layer in memory at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, check_engine, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")  # layer of a tensor: its name up to the first number, else the whole name
+# The layer of a tensor: the tensor's name up to the first number. A name without a number is a layer by itself.
+_LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")
 
 
 def iter_weights(
@@ -31,20 +32,20 @@ def iter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of all weights, for `load_weights` of an inference engine.
 
-    The model may be one of transformers, enabled or not, or any module with `MoEFeedForward` layers. It may be sharded
-    by FSDP2 or expert parallelism. All ranks must then iterate together, and each gets whole tensors. Active LoRA
-    adapters are added in float32, and each sum is rounded once. The model keeps its adapters. Weights in FP8,
-    MXFP4 or 4 bits are dequantised. Tied weights are yielded once.
+    The model may be one of transformers, with or without `enable`, or any module with `MoEFeedForward` layers. FSDP2 or
+    expert parallelism may shard the model. All ranks must then iterate together, and each rank gets whole tensors.
+    Active LoRA adapters are added in float32, and each sum is rounded once. The model keeps its adapters. Weights in
+    FP8, MXFP4 or 4 bits are dequantised by default. Tied weights are yielded once.
 
     Memory holds one layer beyond the model, or less where tensors are views of its parameters. A tensor is valid until
     the model changes. An engine that loads asynchronously needs copies, as `pack` makes them.
 
     Args:
         layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, after a
-            check that the engine reads this architecture's layout: per expert (most models) or packed. The matrices of
-            Qwen3-VL-MoE are transposed for engines, as published.
-        keep_quantized: yield FP8 and MXFP4 as they are stored, numbers and scales, for an engine whose configuration
-            names this quantisation. Default: False.
+            check that the engine reads this architecture's layout: per expert (most models) or packed. For engines, the
+            matrices of Qwen3-VL-MoE are transposed, as in its published checkpoints.
+        keep_quantized: yield FP8 and MXFP4 weights as stored, as quantised numbers and scales. The engine's
+            configuration must name this quantisation. Default: False.
 
     Raises:
         ValueError: the layout is unknown, or the engine has no loader for this architecture; the model holds a
@@ -79,7 +80,7 @@ class _Stream:
                 yield name, tensor.contiguous()
 
     def _of_model(self, values: list[Value]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors of one layer of the model."""
+        """Yield the tensors of one layer of the model, except those of `MoEFeedForward` layers."""
         held: dict[str, Tensor] = {value.name: value.read() for value in values if value.experts is None}
         if self.config is None:
             yield from held.items()
@@ -107,7 +108,7 @@ class _Stream:
             if len(layouts) == 1 and layouts[0].keys[0].per_expert:
                 yield from _per_expert(blocks[0], layouts[0], value, tensor)
             else:
-                # transformers writes Qwen3-VL-MoE's experts in its memory layout, but engines read the published one.
+                # transformers writes Qwen3-VL-MoE's experts [E, out, in]. The engines read the published [E, in, out].
                 is_turned = self.expected == "transposed" and not getattr(value.experts, "is_transposed", True)
                 for disk_name, held in self._renamed({value.name: tensor}).items():
                     yield disk_name, held.transpose(1, 2) if is_turned else held
@@ -118,7 +119,7 @@ class _Stream:
         return revert_weight_conversion(self.names, tensors)  # pyright: ignore[reportArgumentType]  # only these attributes are read
 
     def _of_layer(self, value: LayerValue) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a layer of this package."""
+        """Yield the tensors of an `MoEFeedForward` layer."""
         layer: Any = value.layer
         chosen = None
         if self.layout != "huggingface":
@@ -132,7 +133,7 @@ class _Stream:
 
 
 def _naming(root: Any) -> SimpleNamespace:
-    """Return the attributes of a model that transformers reads to name its weights.
+    """Return the attributes of a model from which transformers derives the names of the model's weights on disk.
 
     A quantiser's conversions are left out: `iter_weights` dequantises the weights, or yields them as they are stored.
     """
@@ -149,7 +150,7 @@ def _naming(root: Any) -> SimpleNamespace:
 
 
 def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices, biases or scales of each expert as views of a parameter of all experts."""
+    """Yield the matrices, biases or scales of each expert as views of a parameter that holds all experts."""
     experts, leaf = value.experts, value.name.rpartition(".")[2]
     suffix = SCALES if leaf.endswith(SCALES) else ""
     memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=layout.holds_biases)
@@ -173,7 +174,8 @@ def _memory_layout(experts: Any) -> str:
 
 
 class _LayerState(dict[str, Any]):
-    """Whole tensors of a layer. Expert weights are read on request, and only the last one stays in memory."""
+    """Maps names to whole tensors of a layer. Expert weights are read on request, and only the last weight stays in
+    memory."""
 
     def __init__(self, name: str, layer: Any, keep_quantized: bool):
         self.experts, self.keep_quantized = layer.experts, keep_quantized

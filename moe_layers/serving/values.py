@@ -1,4 +1,4 @@
-"""Reads the tensors of a model one by one: whole, with adapters added, named as in the model without wrappers."""
+"""Reads whole tensors of a model one by one, adds adapters, and removes the wrappers of modules from the names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 class LowRank(NamedTuple):
-    """An active adapter of PEFT on one weight."""
+    """An active adapter of PEFT on one weight: PEFT's wrapper module, and the adapter's name."""
 
     wrapper: Any
     adapter: str
 
 
 class Value(NamedTuple):
-    """A tensor of the model, made when it is read.
+    """A tensor of the model. Only a call of `read` makes the tensor.
 
     Attributes:
         experts: the experts module of a transformers model if the tensor holds all experts, else None.
@@ -41,7 +41,7 @@ _Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor
 
 
 class LayerValue(NamedTuple):
-    """A layer of this package. All its tensors are read together."""
+    """An `MoEFeedForward` layer. All tensors of the layer are read together."""
 
     name: str
     layer: MoEFeedForward
@@ -51,7 +51,7 @@ class Reader(NamedTuple):
     """Reads the tensors of a model.
 
     Attributes:
-        keep_quantized: FP8 and MXFP4 stay as they are stored.
+        keep_quantized: yield FP8 and MXFP4 weights as stored, as quantised numbers and scales.
         dtype: dtype of dequantised FP8 weights.
     """
 
@@ -59,7 +59,7 @@ class Reader(NamedTuple):
     dtype: torch.dtype
 
     def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
-        """Yield each persistent tensor of a model once. A tensor is read only when `Value.read` is called."""
+        """Yield each persistent tensor and `MoEFeedForward` layer of a model once. Only `Value.read` reads a tensor."""
         yield from self._walk(model, "", {}, {})
 
     def _walk(
@@ -138,7 +138,7 @@ class Reader(NamedTuple):
         numbers, scales = gathered(full, numbers), gathered(full, scales)
         out = torch.empty_like(numbers, dtype=self.dtype)
         by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
-        for matrix, stored, scale in by_expert:  # by expert, because the float32 numbers are larger than the result
+        for matrix, stored, scale in by_expert:  # by expert: a float32 copy of all would exceed the result
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
 
@@ -162,7 +162,10 @@ def _join(path: str, name: str) -> str:
 
 
 def gathered(name: str, tensor: Any) -> Tensor:
-    """Return the full tensor. All ranks must call this in the same order. As `local_share`, this keeps all experts."""
+    """Return the full tensor. All ranks must call this function in the same order.
+
+    As argument `local_share` of `active_adapters`, this function keeps the experts of all ranks.
+    """
     tensor = tensor.detach()
     if is_dtensor(tensor):
         from ..parallel.collectives import full_tensor

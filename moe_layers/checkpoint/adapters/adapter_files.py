@@ -1,14 +1,16 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
 PEFT wraps an experts module once per adapted parameter [E, out, in], and stores `lora_A.weight` and `lora_B.weight` of
-each wrapper. Their names contain one `base_layer` per enclosing wrapper. The module's first parameter has the innermost
-wrapper. Parameters in 4 bits are parametrizations: there, the alphabetically first name has the innermost wrapper. If
-experts are gated, the widths of lora_A and lora_B tell which order a file has.
+each wrapper. The names of both contain one `base_layer` per enclosing wrapper. The module's first parameter has the
+innermost wrapper. Parameters in 4 bits are parametrizations: of these, the alphabetically first name has the innermost
+wrapper. If experts are gated, the widths of lora_A and lora_B tell which order of wrappers a file has.
+
+The order of the factors' axes is called orientation, and named after a version of PEFT:
 
     orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
     orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
 
-PEFT before 0.19 writes orientation "0.18", except for parameters stored [E, in, out]. Files do not name the
+PEFT before 0.19 writes orientation "0.18", but "0.19" for parameters stored [E, in, out]. Files do not name the
 orientation.
 """
 
@@ -46,7 +48,7 @@ class AdapterReport:
 
     Attributes:
         orientation: order of the factors' axes, "0.19" or "0.18", as in the module's docstring.
-        told_by: how the orientation was found: "argument", "shapes" or "peft_version".
+        told_by: source of the orientation: "argument", "shapes" or "peft_version".
         used: adapted parameter -> names of its lora_A and its lora_B in the file. Each tensor is used once.
         others: names of tensors that adapt other modules.
     """
@@ -74,7 +76,7 @@ class PeftAdapter:
     """An adapter file.
 
     Attributes:
-        layers: adapters, gate rows first, by the full name of the experts module in PEFT's keys.
+        layers: adapters by the full name of the experts module in PEFT's keys. Gate rows precede up rows.
         gated: the names in `layers` whose up parameter holds gate and up rows.
         others: tensors that adapt other modules, by name.
         config: the values of adapter_config.json.
@@ -109,15 +111,16 @@ def read_peft_adapter(
 ) -> PeftAdapter:
     """Read the adapters of a model's experts. The factors keep every bit of the file's tensors.
 
-    If gated experts have both parameters adapted, the shapes tell the orientation. Otherwise the version of PEFT in the
-    configuration does, if it is 0.19 or later.
+    If both parameters of gated experts are adapted, the shapes tell the orientation. Otherwise `peft_version` in the
+    configuration tells it, if this version is 0.19 or later.
 
     Args:
         orientation: "0.19", "0.18", or None (default) to find it.
         interleaved: the rows of the up parameter are gate 0, up 0, gate 1, ..., as in gpt-oss.
 
     Raises:
-        ValueError: a file is missing or incomplete, or the orientation is ambiguous or contradicts the shapes.
+        ValueError: a file is missing or incomplete, the adapter is not plain LoRA, or the orientation is ambiguous or
+            contradicts the shapes.
         NotImplementedError: biases have adapters, or a layer's parameters have different scales.
     """
     if orientation not in (None, *ORIENTATIONS):
@@ -200,7 +203,7 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     keys = prefix, f"{prefix}.base_layer"
     factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
     widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
-    # At most one pair of order and orientation fits, because 2F is not F.
+    # At most one combination of wrapper order and orientation fits, because 2F != F.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
 
@@ -281,13 +284,15 @@ def write_adapter(
     """Write an adapter file. Values keep every bit; adapters of other modules are copied.
 
     Args:
-        layout: "peft" or "vllm_3d" (the same tensors, for models whose experts vLLM reads as 3 axes; both parameters
-            must be adapted). "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc.
+        layout: "peft" (default). "vllm_3d": the same tensors, for models whose experts vLLM reads as 3-D tensors.
+            "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM layouts
+            need adapters of both parameters.
         orientation: the orientation in which layout "peft" is written.
         interleaved: write the rows of the up parameter as gate 0, up 0, gate 1, ...
 
     Raises:
         ValueError: an argument is unknown, the directory holds files, or the layout needs a missing adapter.
+        NotImplementedError: layout "per_expert", and the configuration has `rank_pattern` or `alpha_pattern`.
     """
     _check_layout(adapter, layout, orientation)
     directory = Path(directory)
@@ -339,7 +344,7 @@ def _peft(prefix: str, adapters: ExpertAdapters, orientation: str, interleaved: 
 
 
 def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str, Tensor]:
-    """Return the tensors of each expert. Gate and up have the same lora_A."""
+    """Return the tensors of layout "per_expert". The gate and the up matrix of an expert have the same lora_A."""
     tensors = {}
     names = ("gate_proj", "up_proj") if gated else ("up_proj",)
     up_a, up_b, down_a, down_b, _ = adapters

@@ -68,7 +68,7 @@ def merge_adapter(
 
 @dataclass(frozen=True)
 class _MergedReader(ExpertReader):
-    """Reads parts of experts with their adapters added."""
+    """Reads single matrices of experts with their adapters added."""
 
     adapters: ExpertAdapters
 
@@ -112,7 +112,8 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
 def _expert_outputs(
     surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
 ) -> tuple[dict[str, Output], dict[str, str]]:
-    """Return the changed weights of experts by name. Also map PEFT's names of stacks of layers to the names on disk."""
+    """Return the changed weights of experts by name. Also map PEFT's names of stacks of layers, such as "model.layers",
+    to the names on disk."""
     blocks = {found.block.prefix: found for found in surveys}
     outputs: dict[str, Output] = {}
     stacks: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""The settings of PEFT's adapter_config.json that tell the meaning of an adapter's factors."""
+"""Reads the settings of PEFT's adapter_config.json that determine the meaning of an adapter's factors."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def check_mergeable(config: dict) -> None:
 
 
 def targets(name: str, config: dict) -> bool:
-    """Return whether `target_parameters` contains the parameter's full name or, as PEFT allows, its last parts."""
+    """Return whether `target_parameters` has the parameter's full name or, as PEFT allows, its last dotted parts."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
 def targets_below(module: str, config: dict) -> set[str]:
-    """Return the parameters of `module` that `target_parameters` names together with the module."""
+    """Return the parameters of `module` whose entries in `target_parameters` also name the module, fully or in part."""
     named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .layouts import LAYOUTS, Key, Layout
 from .stored_weights import Group, group_names
 
-# Names are relative to the block. "../" means the layer that holds the block.
+# Names are relative to the block's prefix. "../" means the prefix of the layer that holds the block.
 ROUTER_WEIGHT = (
     "gate.weight",
     "router.weight",
@@ -54,7 +54,7 @@ _SHARED_AT = (
 _NAMES = (*_SHARED_AT, *(name for names in OTHER_NAMES.values() for name in names))
 _BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("../"))
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
-_SHARED_KEYS = (
+_SHARED_KEYS = (  # (whether the shared expert is gated, its keys)
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
     # transformers 5.23 saves HY-V4's shared experts under these names.
     (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
@@ -63,20 +63,20 @@ _SHARED_KEYS = (
     (True, (Key("input_linear.weight", _BOTH), Key("output_linear.weight", _DOWN))),
     (False, (Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
 )
-# If a block and its layer have the same prefix, only tensors with these first words belong to the block.
+# If a block and its layer have the same prefix, only tensors whose names begin with these words belong to the block.
 _OWN_NAMES = ("experts.", "router.", "gate.", "shared_experts.")
 _EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
 class Block:
-    """An MoE block: its position and its weights.
+    """An MoE block of a checkpoint: where it lies in the model, and its weights.
 
     Attributes:
         prefix: prefix of its tensor names, with the last dot.
         layer: number of its layer in the model.
-        weights: full name, encoding and tensors of each weight, by its name below the block ("../" for tensors of the
-            layer).
+        weights: (full name, (encoding, tensors on disk)) of each weight, by its name without the prefix. A name that
+            begins with "../" belongs to the layer that holds the block.
     """
 
     prefix: str
@@ -93,7 +93,7 @@ class Block:
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
     def expert_tensors(self) -> set[str]:
-        """Return the names of the experts' weights, relative to the block. A weight may hold one expert or all."""
+        """Return the names of the experts' weights, relative to the block. A weight may hold one or all experts."""
         stacked = {key.name for layout in LAYOUTS for key in layout.keys if key.name.startswith("experts.")}
         return {name for name in self.weights if name in stacked or _EXPERT_NUMBER.match(name)}
 
@@ -141,7 +141,8 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
-    """Return the layouts whose weights all exist in the block, except proper subsets of another such layout."""
+    """Return the layouts whose weights all exist in the block. Leave out a layout whose names are a proper subset of
+    another's."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [
@@ -156,7 +157,7 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
 
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
-    """Return the prefixes of blocks: those below which both a router's weight and experts exist."""
+    """Return the prefixes of blocks. Below such a prefix, both a router's weight and weights of experts exist."""
     keys = {key.name_of(0) for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
     routers = {

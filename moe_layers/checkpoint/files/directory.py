@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint directory: one safetensors file, or shards and their index."""
+"""Reads the tensors of a checkpoint directory: one safetensors file, or shards and their index."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TensorInfo(NamedTuple):
 class _Entry(NamedTuple):
     shape: tuple[int, ...]
     dtype: str  # name of the dtype in the file
-    first_byte: int  # offset in the file
+    first_byte: int  # offset of the tensor's data in the file, in bytes
 
 
 def read_json(path: Path) -> dict:
@@ -72,7 +72,7 @@ def read_json(path: Path) -> dict:
 
 
 class CheckpointFiles:
-    """The names, shapes and bytes of a checkpoint's tensors. As a context manager it closes the files.
+    """The names, shapes and bytes of a checkpoint's tensors. Leaving a `with` block closes the files.
 
     Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
     not used may be missing: `require` checks that the needed shards exist.
@@ -115,7 +115,8 @@ class CheckpointFiles:
         The bytes are read, not mapped: a page fault for each mapped page takes several times as long as the copy.
 
         Args:
-            into: contiguous host memory for this many elements of this dtype; None allocates.
+            into: contiguous CPU tensor that receives the bytes, with the dtype and number of elements of the result.
+                None (default) allocates.
         """
         shape, dtype = self.info(name)
         size = shape[0] if shape else 1

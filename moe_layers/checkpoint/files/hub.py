@@ -1,4 +1,4 @@
-"""Models of the Hugging Face Hub: downloads only the files that a layer needs."""
+"""Downloads the files that a layer needs from the Hugging Face Hub, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class HubModel:
     """A model of the hub by its name, "org/model". `download` returns the folder of the local cache.
 
     Raises:
-        ValueError: huggingface_hub is not installed, or the hub does not provide the model. The message names the cure.
+        ValueError: huggingface_hub is not installed, and the message names the cure. Or the hub does not provide the
+            model.
     """
 
     def __init__(self, name: str):

@@ -1,8 +1,8 @@
-"""Layouts of the experts' tensors in published checkpoints: one key table per layout.
+"""Layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
 
-A key names a tensor below the block and defines how one expert's matrix in it maps to rows of our parameters.
-For the same key, `disk_parts` and `parameter_parts` return views of equal shape. So one `copy_` reads a matrix without
-changing a bit. In the opposite direction, `copy_` writes the matrix.
+A `Key` names a tensor relative to the block. It also defines how one expert's matrix in this tensor maps to rows of our
+parameters. For the same key, `disk_parts` and `parameter_parts` return views of equal shape. So one `copy_` reads a
+matrix without changing a bit. In the opposite direction, `copy_` writes the matrix.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Key:
-    """A tensor of the experts on disk.
+    """How a tensor of the experts is stored on disk.
 
     Attributes:
-        name: name below the block. "{e}" stands for the expert's number; without it the tensor holds all experts.
-        parts: the tensor's contents, in order: "gate", "up" or "down". A bias has the parts of its matrix.
+        name: name without the block's prefix. "{e}" stands for the expert's number; a name without "{e}" means that the
+            tensor holds all experts.
+        parts: projections in the tensor, in order: "gate", "up" or "down". A bias has the same parts as its matrix.
         transposed: matrices are [in, out].
         interleaved: rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
         flat: the experts' matrices are stacked along their rows, [E * rows, columns].
@@ -72,7 +73,7 @@ class Key:
         return ("b_" if self.bias else "w_") + ("down" if self.parts == ("down",) else "up")
 
     def matrix_shape(self, sizes: Sizes) -> tuple[int, ...]:
-        """Return the shape of one expert's share on disk."""
+        """Return the shape of one expert's matrix or bias on disk."""
         rows, columns = (sizes.d_model, sizes.d_ff) if self.parts == ("down",) else (sizes.d_ff, sizes.d_model)
         rows *= len(self.parts)
         if self.bias:
@@ -87,7 +88,10 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the number of scales is the same with and without a block that spans both gate and up rows."""
+        """Return whether the scales' shape hides if a block of `b` rows spans the last gate rows and the first up rows.
+
+        For n gate rows: n % b > 0, and ceil(2n / b) == 2 ceil(n / b): as many scales with this block as without.
+        """
         if len(self.parts) == 1 or self.interleaved:
             return False
         axis = -1 if self.transposed else -2
@@ -95,14 +99,14 @@ class Key:
         return size % step > 0 and -(-2 * size // step) == 2 * -(-size // step)
 
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
-        """Return the range of the tensor's first axis that holds an expert, or None for a tensor of one expert."""
+        """Return the range of the tensor's first axis that holds an expert, or None if the tensor holds one expert."""
         if self.per_expert:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
         return slice(expert * step, (expert + 1) * step)
 
     def matrix_of(self, tensor: Tensor, expert: int, sizes: Sizes) -> Tensor:
-        """Return a view of one expert's share of a tensor on disk, in disk order."""
+        """Return one expert's matrix or bias as a view of a tensor with the shape on disk."""
         rows = self.rows_of_expert(expert, sizes)
         return tensor if rows is None else self.without_experts(tensor[rows])
 
@@ -112,7 +116,7 @@ class Key:
 
     def disk_parts(
         self,
-        matrix: Tensor,  # one expert's share, in disk order
+        matrix: Tensor,  # one expert's matrix or bias, as on disk
     ) -> Tensor:  # [parts, rows, columns], a view
         if self.bias:
             matrix = matrix.unsqueeze(-1)
@@ -124,7 +128,7 @@ class Key:
 
     def parameter_parts(
         self,
-        parameter: Tensor,  # one expert's share of w_up, w_down, b_up or b_down
+        parameter: Tensor,  # one expert's slice of w_up, w_down, b_up or b_down
         gated: bool,
     ) -> Tensor:  # [parts, rows, columns], a view
         if self.bias:
@@ -143,7 +147,7 @@ class Layout:
     Attributes:
         name: the name that `save_checkpoint` and `convert` take.
         family: letter in the table of `docs/guides/load_a_checkpoint.md`.
-        gated: experts have a gate projection. A name has up to two layouts, one gated and one plain.
+        gated: experts have a gate projection. Two layouts may have the same name, one gated and one plain.
         encoding: "mxfp4" if matrices of this layout exist only in MXFP4, else "".
     """
 
@@ -218,7 +222,7 @@ LAYOUTS = (
     Layout("named_fc", "J", _separate("", "experts.expert_{e}.fc1", "experts.expert_{e}.fc2"), gated=False),
 )
 
-# The layouts in which architectures are published, by `model_type`, if not "fused". They decide between layouts whose
+# By `model_type`, the layouts in which packed experts are published, if not "fused". They decide between layouts whose
 # tensors have equal names and possibly equal shapes ("fused", "transposed", "interleaved").
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
@@ -229,7 +233,7 @@ _PUBLISHED = {
 
 
 def published_layouts(model_type: str) -> tuple[str, ...]:
-    """Return the names of the layouts in which an architecture is published, the usual one first."""
+    """Return the layouts of an architecture's experts, if packed under the names of "fused". The usual one is first."""
     return _PUBLISHED.get(model_type, ("fused",))
 
 
@@ -240,7 +244,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
         encoding: encoding of the matrices. With "mxfp4", layouts that exist only in MXFP4 are also allowed.
 
     Raises:
-        ValueError: the name is unknown, or the layout has no tensors for such experts (gated or plain) or for biases.
+        ValueError: the name is unknown, or the layout has no tensors for gated experts, plain experts or biases.
     """
     writable = [layout for layout in LAYOUTS if layout.encoding in ("", encoding)]
     names = tuple(dict.fromkeys(layout.name for layout in writable))
@@ -256,5 +260,5 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
 
 @torch.no_grad()
 def copy_expert(key: Key, disk: Tensor, parameter: Tensor, *, gated: bool) -> None:
-    """Copy one expert's share from disk order to its parameter."""
+    """Copy one expert's matrix or bias, as on disk, to the expert's slice of a parameter."""
     key.parameter_parts(parameter, gated).copy_(key.disk_parts(disk))

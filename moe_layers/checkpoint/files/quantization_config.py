@@ -1,4 +1,4 @@
-"""The quantisation of a checkpoint according to its `config.json`."""
+"""Reads, removes and writes the quantisation in a checkpoint's `config.json`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLOAT8_BLOCK = [128, 128]
 
 
 def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
-    """Return the numbers of rows and columns of a float8 weight that share a scale.
+    """Return the size (rows, columns) of the blocks of a float8 weight that have one scale. Default: 128 x 128.
 
     Raises:
         ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.

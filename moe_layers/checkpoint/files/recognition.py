@@ -9,21 +9,21 @@ from .blocks import Block, find_blocks, matching_layouts
 from .directory import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Words before a layer's number that name no part of the model. Other words name a part with its own layer numbers.
+# Words before a layer's number that every model may have. Other words name a submodel with its own layer numbers.
 _COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
 _COMMON |= {"layers", "layer", "blocks", "block", "h"}
-_FIRST = {"thinker", "encoder"}  # parts of a model whose layers may be selected by number alone
+_FIRST = {"thinker", "encoder"}  # submodels whose layers may be selected by number alone
 
 
 def is_main(block: Block) -> bool:
-    """Return whether a block belongs to the part that the configuration describes: language model or encoder."""
+    """Return whether a block belongs to the submodel that the configuration describes: language model or encoder."""
     return _part(block.prefix) <= _FIRST
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
-    """Return the block of a layer, or the one with the given prefix.
+    """Return the block of the layer with this index, or the block with this prefix.
 
-    A number is the index of a layer of the language model. In an encoder-decoder it is the index of an encoder layer.
+    An index counts the layers of the language model. In an encoder-decoder, an index counts the encoder's layers.
 
     Raises:
         ValueError: there is no such block, or more than one.
@@ -46,8 +46,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
 def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
-    transformers renames parts of the names on disk. So the block may have another name in the same layer. Otherwise
-    it has the same layer number, in a stack of layers whose name differs only in words of `_COMMON`.
+    transformers renames parts of the names on disk. So the first of these matches counts: the same prefix; the same
+    layer; the same layer number in a stack of layers whose name differs only in words of `_COMMON`.
 
     Raises:
         ValueError: there is no such block, or more than one.
@@ -91,7 +91,7 @@ def choose_layout(
 
     Args:
         shapes: shapes of the block's weights that hold all experts.
-        published: names of the layouts in which this architecture is published.
+        published: the result of `published_layouts` for this architecture.
         recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
 
     Raises:
@@ -127,7 +127,8 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the layout in which the architecture is published, else the only layout with these sizes, else None."""
+    """Return the only published layout that fits. If none is published, return the only one that is not "interleaved",
+    unless d_model and d_ff make the shapes ambiguous. Else return None."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None

@@ -1,8 +1,9 @@
 """Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales.
 
-`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 has a scale per block
-(DeepSeek-V3): the tensor on disk is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has a power of
-two per 32 numbers. Packed float4 (DeepSeek-V4) holds the same numbers as int8, with one axis for the bytes of a row.
+`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 (DeepSeek-V3) has a scale
+per block: the tensor on disk is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has 4-bit numbers
+in uint8 [..., N, K / 32, 16], and a power-of-two scale per 32 numbers. Packed float4 (DeepSeek-V4) has the same bytes
+as int8 [..., N, K / 2].
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class Stored:
         names: names of the tensors on disk: the weight itself, or its quantised values and their scales.
         shape: shape of the weight.
         dtype: dtype of the first tensor on disk.
+        block: rows and columns of a float8 weight that share a scale.
+        num_bytes: bytes of the tensors on disk.
     """
 
     name: str
@@ -63,9 +66,9 @@ Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return the weights that a checkpoint's tensors represent. An "mxfp4" weight's scales may be missing.
+    """Return the weights that a checkpoint's tensors represent, by name. An "mxfp4" weight's scales may be missing.
 
-    A "float8" weight with int8 numbers is packed float4. `describe` recognises it.
+    Packed float4 has the same names as float8 and is returned as "float8". `describe` distinguishes both by dtype.
     """
     names = set(names)
     suffixes = {"_scale_inv": ""}
@@ -125,7 +128,7 @@ def describe_all(
     return {key: stored for key, stored in described.items() if stored is not None}
 
 
-# The shape of a weight, and the errors of its tensors.
+# The shape of a weight, and the errors found in its tensors.
 _Finding = tuple[tuple[int, ...], list[str]]
 
 
@@ -197,7 +200,7 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Look up every number and multiply it by its group's power of two. The result is exact.
+    """Look up every 4-bit number and multiply it by the power of two of its group of 32. The result is exact.
 
     Raises:
         ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.

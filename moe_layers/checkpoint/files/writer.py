@@ -39,7 +39,7 @@ class ShardWriter:
         self._written: set[str] = set()
 
     def make_room(self, num_bytes: int) -> None:
-        """Write the held tensors if `num_bytes` more would exceed the shard. Call this before allocating a tensor."""
+        """Write the held tensors if `num_bytes` more would exceed `max_shard_bytes`. Call it before allocating."""
         if self._held and self._held_bytes + num_bytes > self.max_shard_bytes:
             self._write_shard()
 
@@ -53,7 +53,7 @@ class ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def finish(self, config: dict) -> None:
-        """Write the last shard, the index if there are several, and the configuration."""
+        """Write the last shard, an index if there are several shards, and the configuration."""
         if self._held or not self._shards:
             self._write_shard()
         (self.directory / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

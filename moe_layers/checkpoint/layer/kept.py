@@ -1,7 +1,8 @@
 """Reads and writes experts that keep the bytes of a quantised checkpoint: `from_checkpoint(keep_quantized=True)`.
 
-The numbers and the scales of a matrix are two matrices with the same layout, so one key describes both. FP8's scales
-belong to blocks of rows and columns. So a key may only transpose square blocks, and parts must be whole blocks of rows.
+The quantised numbers and the scales of a matrix are two matrices with the same layout, so one `Key` describes both.
+An FP8 scale belongs to a block of rows and columns. So a transposed key needs square blocks, and gate and up must each
+consist of whole blocks of rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
     """Replace the expert weights of a layer on the meta device by quantised ones. Return the name of their format.
 
     Raises:
-        ValueError: the experts on disk are not quantised, or in a format that is not supported.
+        ValueError: the experts on disk are not quantised, have an unsupported format or several formats or scale
+            dtypes, or have scales that do not fit the layer's order of rows.
     """
     formats = set()
     for name in WEIGHTS:
@@ -77,7 +79,7 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
 
 
 def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
-    """Return whether the key describes only the matrix of numbers, and not the matrix of their scales."""
+    """Return whether the key maps the matrix of quantised numbers correctly, but not the matrix of their scales."""
     rows, columns = format.block
     if format.name == "mxfp4":
         return key.transposed or key.flat
@@ -88,7 +90,7 @@ def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
 def fill_stored(
     fill: Fill, files: CheckpointFiles, sizes: Sizes, kept: QuantizedExperts, *, expert: int, place: int, gated: bool
 ) -> None:
-    """Read one expert's numbers and scales into its place in a quantised weight.
+    """Read one expert's quantised numbers and scales into index `place` of the first axis of a quantised weight.
 
     Raises:
         ValueError: a scale is not finite.
@@ -107,7 +109,7 @@ def fill_stored(
 
 
 def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
-    """Raise ValueError unless the layout has tensors for experts in this format."""
+    """Raise ValueError unless checkpoints of this layout can hold experts in this format."""
     cure = "call dequantize_experts_ first"
     if format.name not in ("fp8", "mxfp4"):
         raise ValueError(f"save_checkpoint: no published checkpoint has experts in {format}; {cure}")
@@ -120,7 +122,7 @@ def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
 
 
 def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-    """Yield (end of the name, dtype on disk, bits [E, rows, columns]) of the numbers, then of the scales."""
+    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]) of quantised numbers, then of scales."""
     weight = kept.weight()
     values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
     if layout.encoding == "mxfp4":

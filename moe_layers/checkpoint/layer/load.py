@@ -1,4 +1,4 @@
-"""Building a layer from the block of a published model."""
+"""Builds a layer from the block of a published model."""
 
 from __future__ import annotations
 
@@ -79,17 +79,18 @@ def load_layer(
     """Read a layer of a published model: router, experts and shared experts, in any of the known layouts.
 
     The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
-    with the block's tensors are needed, and only these are downloaded from the hub. All tensors are matched with
-    parameters and checked before the first one is read. They are then read one by one into the parameters. float8 and
-    MXFP4 weights are dequantised by default. Logits are float32, even if the original model rounds them.
+    with the block's tensors are needed, and only these shards are downloaded from the hub. All tensors are matched with
+    parameters and checked before the first tensor is read. The tensors are then read one by one into the parameters.
+    float8 and MXFP4 weights are dequantised by default. Logits are float32, even if the original model rounds them.
 
     Args:
         layer_class: `MoEFeedForward` or a subclass.
         directory: a directory, or the name "org/model" of a model that huggingface_hub downloads.
-        layer: number of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
-            tensors, for models with several such blocks.
+        layer: index of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
+            tensor names, for models in which several blocks have this index.
         dtype: dtype of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's
-            dtype. By default a router that is stored in float32 stays float32, and no other weight may need rounding.
+            dtype. By default a router that is stored in float32 stays float32. Other weights that would be rounded
+            raise ValueError.
         device: device of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
         experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
         mesh: ranks that share the experts. Each rank reads its own experts, without communication.
@@ -100,8 +101,8 @@ def load_layer(
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
             missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
-            tensors; weights would be rounded without a `dtype`; scales are not finite; experts to be kept quantised are
-            stored in another form; the mesh does not fit the number of experts, or is given together with `experts`.
+            tensors; weights would be rounded without a `dtype`; scales are not finite; `keep_quantized` lacks support
+            for the experts' format; the mesh does not fit the number of experts, or is given together with `experts`.
             The message names the cause, and no layer is returned.
     """
     if (expert_parallel if mesh is None else experts) is not None:
@@ -156,7 +157,7 @@ def load_layer(
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
-    """Download the files that hold these tensors, and check that they exist. Ignore names that no file has."""
+    """Download the files that hold these tensors, and check that the files exist. Ignore names that no file holds."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})

@@ -1,6 +1,6 @@
 """Plans a load: matches every tensor of a block with a parameter before any tensor is read.
 
-The layer keeps the names of its tensors in a `CheckpointSource`, because saving uses the same names.
+The layer keeps the names of its tensors on disk in a `CheckpointSource`, because `save_checkpoint` writes these names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Fill:
     """A weight of the checkpoint and its destination.
 
     Attributes:
-        key: how the weight's matrices become rows of the parameter; None for a plain copy.
+        key: maps the weight's matrices on disk to rows of the parameter; None for a plain copy.
         experts: the experts to read from the weight; None for a weight that belongs to no expert.
     """
 
@@ -40,7 +40,7 @@ class Plan:
     """The weights to read for a layer.
 
     Attributes:
-        others: names of experts' tensors to skip.
+        others: names of tensors on disk to skip: those of experts that were not requested, and of zero experts.
     """
 
     layout: Layout
@@ -56,8 +56,9 @@ class CheckpointSource:
     Attributes:
         config: the complete `config.json`.
         layout: name of the experts' layout.
-        names: full tensor names of the router and other single parameters, by parameter.
-        shapes: shapes of these tensors on disk; some biases are [1, E] there.
+        prefix: prefix of the block's tensor names.
+        names: parameter -> full name on disk, for the router and all other tensors outside experts and shared expert.
+        shapes: parameter -> shape of this tensor on disk; some biases are [1, E] on disk.
         shared: one key for each tensor of the shared expert. The key's name is the tensor's full name.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
@@ -88,7 +89,7 @@ class CheckpointSource:
 
 
 class Planner:
-    """Collects the weights that fill a layer, and all problems found."""
+    """Collects the weights that fill a layer, and all problems, to report them in one error."""
 
     def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
         self.files = files
@@ -164,7 +165,7 @@ class Planner:
         return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
 
     def _skip_zero_experts(self, plan: Plan, config: MoEConfig) -> None:
-        """Skip the weights that transformers writes for zero experts, which nothing reads."""
+        """Skip the weights that transformers writes for zero experts: these return their token and use no weights."""
         for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
             for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
                 if key.per_expert and (name := key.name_of(number)) in self.unused:

@@ -40,11 +40,11 @@ class LoadReport:
 
     Attributes:
         prefix: prefix of the block's tensor names.
-        layout: name of the experts' layout; `family` is its letter.
-        tensors: each weight that was read, used exactly once.
-        other_experts: unread tensors of experts that were not requested, and of zero experts.
-        parameters: shape of every parameter and persistent buffer of the layer, each filled exactly once. A weight that
-            stays quantised counts as one parameter of the dequantised shape.
+        layout: name of the experts' layout; `family` is its letter in `docs/guides/load_a_checkpoint.md`.
+        tensors: the weights that were read. Each was used exactly once.
+        other_experts: names of unread tensors, of experts that were not requested and of zero experts.
+        parameters: shape of every parameter and persistent buffer of the layer. Each was filled exactly once. A weight
+            that stays quantised counts as one parameter of the dequantised shape.
         kept_format: the format of expert weights that keep their stored bytes; "" if weights were dequantised or plain.
     """
 
@@ -68,7 +68,7 @@ class LoadReport:
 
     @property
     def dtype_changes(self) -> dict[str, tuple[torch.dtype, torch.dtype]]:
-        """Return both dtypes of each tensor on disk whose dtype differs from its parameter's."""
+        """Return name -> (dtype on disk, parameter's dtype) for each weight whose two dtypes differ."""
         return {
             tensor.names[0]: (tensor.dtype, tensor.parameter_dtype) for tensor in self.tensors if tensor.changes_dtype
         }

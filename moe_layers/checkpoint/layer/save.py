@@ -1,4 +1,4 @@
-"""Writing a layer as a checkpoint directory that `from_checkpoint` reads."""
+"""Writes a layer as a checkpoint directory that `from_checkpoint` reads."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def save_layer(
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
     Names and configuration are those of the model from which the layer was read. A layer without such a model gets this
-    package's names, and `config.to_dict()` as its configuration, without `noise` and `assignment`. Experts in
-    block FP8 or MXFP4 are written as they are stored, for `from_checkpoint(keep_quantized=True)`.
+    package's names, and `config.to_dict()` as its configuration, which lacks `noise` and `assignment`. Experts in FP8
+    with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
-        layout: layout of the experts: "per_expert", "fused", "transposed", "interleaved", ... "mxfp4" is gpt-oss's
-            layout, for experts in this format. None means the layout that was read, if possible, else "per_expert".
+        layout: layout of the experts, by its name in `LAYOUTS`, such as "per_expert" or "fused". "mxfp4" is gpt-oss's
+            layout, only for experts in MXFP4. None (default): the layout that was read, if possible, else "per_expert".
 
     Raises:
         ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,
@@ -72,7 +72,7 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name. By default, it is the source's layout if possible, else "per_expert".
+    """Return the layout with this name. For None, return the source's layout if possible, else "per_expert".
 
     Args:
         kept: a quantised weight of the experts, or None if the experts are not quantised.

@@ -1,4 +1,4 @@
-"""Conversion of whole models between layouts of the experts, shard by shard."""
+"""Converts whole models between layouts of the experts, shard by shard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .survey import BlockSurvey, survey
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to be written. Its size is known before it is made."""
+    """A tensor to be written. The size is known before `make` computes the tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,9 +48,9 @@ def convert(
 ) -> None:
     """Write the model in `source` to `target` with its experts in another layout. Plain values keep every bit.
 
-    Tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights that the
-    source holds for zero experts are left out, because zero experts need none. Memory holds at most one output shard,
-    plus one tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
+    Plain tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights that the
+    source holds for zero experts are left out, because zero experts use no weights. Memory holds at most one output
+    shard, plus one tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
 
     Args:
         dtype: dtype of weights that were quantised; all others keep their dtype. Default: bfloat16.
@@ -148,7 +148,7 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if a plain weight is not floating point, or a tensor of experts would keep its old name."""
+    """Raise ValueError if experts have a plain weight that is not floating point, or a tensor that no key describes."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")
@@ -162,14 +162,18 @@ def _check_renamed(found: BlockSurvey) -> None:
 
 @dataclass(frozen=True)
 class ExpertReader:
-    """Reads parts of experts (gate, up, down and their biases) from a block in any layout."""
+    """Reads single matrices and biases of experts (gate, up or down) from a block in any layout."""
 
     found: BlockSurvey
     layout: Layout
     sizes: Sizes
 
     def output(self, name: str, key: Key, number: int | None, dequantized: torch.dtype) -> Output:
-        """Return the tensor of `key`, for one expert or, if `number` is None, for all."""
+        """Describe the tensor of `key` of one expert, or of all experts if `number` is None.
+
+        Args:
+            dequantized: dtype of the tensor if the source's weight is quantised.
+        """
         stored, shape = self._stored(self._key(key.parts[0], key.bias), 0), key.shape(self.sizes)
         dtype = stored.dtype if stored.encoding == "plain" else dequantized
 

@@ -28,7 +28,7 @@ __all__ = ["RepairReport", "repair"]
 
 _PARTIAL = "repair.partial"  # subdirectory for the new files until they are complete
 _MANIFEST = "files.json"  # list of the new files, written when they are complete
-_DONE = "done.json"  # the manifest's name when all new files are in place
+_DONE = "done.json"  # the manifest gets this name when all new files are in place
 _BACKUP = ".backup"
 
 
@@ -92,7 +92,7 @@ def _undo_interrupted(directory: Path) -> None:
 
 
 def _names_and_files(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return the tensors of a checkpoint by name, and its files."""
+    """Return the tensors of a checkpoint by name, and the names of its files, including the index."""
     with CheckpointFiles(directory) as files:
         files.require(files.file_of)
         infos = {name: files.info(name) for name in files.file_of}
@@ -100,7 +100,7 @@ def _names_and_files(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]
 
 
 def _model_class(directory: Path) -> tuple[Any, Any]:
-    """Return transformers' class of the model and its configuration."""
+    """Return the class of the model in transformers, and the model's configuration."""
     values = read_json(directory / CONFIG)
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("repair: transformers must be installed, which loads and writes the model")

@@ -1,4 +1,4 @@
-"""Survey of a checkpoint's MoE blocks from the headers of its files. The architecture may be unknown."""
+"""Surveys the MoE blocks of a checkpoint from the headers of its files. The architecture may be unknown."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..files.stored_weights import Stored, describe_all
 
 @dataclass(frozen=True)
 class BlockSurvey:
-    """A block and the possible meanings of its tensors.
+    """A block, and the layouts that its tensors may have.
 
     Attributes:
-        layouts: the layouts that fit; several if neither names nor shapes nor the architecture decide between them.
-        sizes: the sizes according to each of these layouts.
+        layouts: the layouts that fit; several if names, shapes and architecture together do not decide between them.
+        sizes: the sizes of the experts according to each of these layouts.
         bias: whether the experts have biases.
         experts: the experts' weights by name below the block, including weights of zero experts.
         num_routed: number of the router's experts, without zero experts.
         config: the configuration of the model, for the block's layer.
-        wrong: the reasons why no layout fits.
+        num_bytes: bytes on disk of all weights of the block.
+        wrong: the reasons why no layout fits; empty if one fits.
     """
 
     block: Block
@@ -86,7 +87,7 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the fitting layouts with their sizes. If none fits, also return the errors of the most similar one."""
+    """Return the fitting layouts with their sizes. If none fits, also return the errors of the layout with fewest."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
@@ -100,7 +101,6 @@ def _has_bias(block: Block, layout: Layout) -> bool:
 
 
 def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
-    """Return the names of a layout's tensors."""
     return {name for key in layout.select(bias=bias) for _, name in key.names(num_experts)}
 
 
