@@ -1,2 +1,2 @@
-"""Experts of this package in models of other libraries. These modules import the other libraries, so the rest of
-`moe_layers` does not import these modules."""
+"""Runs this package's experts in models of other libraries. The modules here import those libraries, so the rest of
+`moe_layers` does not import the modules here."""

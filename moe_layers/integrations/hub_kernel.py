@@ -1,8 +1,9 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
-The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). It holds
+The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"), and holds
 `moe_kernels`, with a namespace of its own for the ops, and the stateless layer `MoEExperts`, which computes experts
-modules of transformers. With `--build` the folder also holds the built variant, which `kernels` loads without the Hub.
+modules of transformers. With `--build` the folder also holds the built variant. The library `kernels` loads this
+variant without the Hub.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ check_version("megatron-core", "0.16", "use its own experts")
 
 
 class GroupedExperts(MegatronModule):
-    """The experts of a rank in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
+    """Holds a rank's experts in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
 
     With `gradient_accumulation_fusion`, backward adds the weights' gradients to `main_grad`, in its dtype. With
     `delay_wgrad_compute`, `backward_dw` computes these gradients. H is the width of the tokens.
@@ -105,7 +105,7 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def delay(self, *gradient: Tensor) -> bool:
-        """Return whether weight gradients are delayed. If so, keep these operands of a gradient for `backward_dw`."""
+        """Return whether weight gradients are delayed. If so, keep (weight, rows, dout, offsets) for `backward_dw`."""
         if self._delays:
             self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
         return self._delays
@@ -157,7 +157,7 @@ class GroupedExperts(MegatronModule):
 
 
 class _Linear(torch.autograd.Function):
-    """Rows [R, in] times the matrices [E, out, in] of their experts."""
+    """Multiplies rows [R, in] by the transposed matrices [E, out, in] of the rows' experts."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:

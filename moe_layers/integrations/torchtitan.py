@@ -2,9 +2,9 @@
 
     --override.imports moe_layers.integrations.torchtitan.moe
 
-`moe` sorts the router's choice and calls one op, which gathers, computes and combines without copies of tokens. With
-expert parallelism, torchtitan's dispatcher sends the rows, and `FusedExperts` computes them. `grouped_experts` replaces
-the experts alone. Sharding, dispatchers, routers and checkpoints stay torchtitan's.
+`moe` sorts the router's choice and calls one op. The op gathers, computes and combines, and saves no gathered tokens.
+With expert parallelism, torchtitan's dispatcher sends the rows, and `FusedExperts` computes them. `grouped_experts`
+replaces the experts alone. Sharding, dispatchers, routers and checkpoints stay torchtitan's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _ACTIVATION = Activation("swiglu", interleaved=True)
 class FusedExperts(GroupedExperts):
     """Experts with gate and up in one parameter, `w13` [E, F, 2, D], and `w2_EDF` [E, D, F].
 
-    They compute in the dtype of the tokens. State dicts hold torchtitan's `w1_EFD` and `w3_EFD`.
+    The experts compute in the dtype of the tokens. State dicts hold torchtitan's `w1_EFD` and `w3_EFD`.
     """
 
     @dataclass(kw_only=True, slots=True)

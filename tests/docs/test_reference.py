@@ -165,7 +165,8 @@ def only(rows, **wanted):
 
 
 def test_sonicmoe_numbers_equal_their_results_files():
-    rows = [row for commit in ("9ef2af6", "b053251", "44bbd32", "fe5d81e") for row in load(f"sonicmoe_h100_{commit}.json")]
+    commits = ("9ef2af6", "b053251", "44bbd32", "fe5d81e")
+    rows = [row for commit in commits for row in load(f"sonicmoe_h100_{commit}.json")]
     ms = {(r["shape"], r["pass"], r["implementation"]): r["ms"] for r in rows}
     names = {key[0] for key in ms}
     assert len(names) == 8

@@ -130,7 +130,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
     same configuration object then also computes its experts with `moe_kernels`. In a part of a model, such as a layer,
-    or in a second model with this configuration, `enable` only replaces the forwards of the experts.
+    or in a second model with this configuration, `enable` only replaces the experts' forwards.
 
     Args:
         model: any module that holds MoE blocks of transformers.
@@ -203,7 +203,7 @@ def _check_targets(holder: nn.Module, *_: object) -> None:
 
 @torch.no_grad()
 def _in_precision(part: Found, precision: str) -> Found:
-    """Return the experts with `precision` in their spec. Raise ValueError if they do not support the precision."""
+    """Return the experts with `precision` in their spec. Raise ValueError if the experts do not support it."""
     if any(hasattr(parameter, "ds_id") for parameter in part.experts.parameters()):
         raise ValueError(
             f"enable: precision={precision!r} needs whole weights, got {part.name} of DeepSpeed's ZeRO-3; call enable "
@@ -239,7 +239,7 @@ def _selectable(model: nn.Module) -> set[int]:
 
 
 def disable(model: nn.Module) -> None:
-    """Undo `enable` and restore the model's previous state. Statistics, losses and counts of its routers end.
+    """Undo `enable` and restore the model's previous state. Also end statistics, losses and counts of its routers.
 
     Later changes by others remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
 

@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # more than one, so that interleaved and concatenated columns differ
+_NUM_COLUMNS = 3  # more than one: with one, interleaved and concatenated columns are equal
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
@@ -87,8 +87,8 @@ def _match(
 ) -> Activation:
     for activation in candidates:
         values = apply_activation(inputs, activation, implementation="reference")
-        # The tolerance is above the 1e-7 of `scale` by which float32 operations change `wanted`. It is below the 1e-4
-        # between the two most similar activations, GELU by tanh and by erf.
+        # The tolerance is above the 1e-7 of `scale` by which float32 operations change `wanted`. The tolerance is below
+        # the 1e-4 of `scale` between the two most similar activations, GELU by tanh and by erf.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)

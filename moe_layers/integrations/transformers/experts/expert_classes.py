@@ -107,7 +107,7 @@ def _dbrx_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_w
 
 
 def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Run the experts. Ids from `num_routed_experts` on are zero experts, which return the token."""
+    """Run the experts. Ids >= `num_routed_experts` are zero experts, which return the token."""
     routed = experts_forward(self, hidden_states, top_k_index, top_k_weights)
     identity = torch.where(top_k_index >= self.num_routed_experts, top_k_weights, 0.0).sum(-1, keepdim=True)  # [T, 1]
     return routed + (identity * self.identity_expert(hidden_states)).to(routed.dtype)
@@ -201,7 +201,7 @@ def swap_of(module: nn.Module) -> Swap | None:
     return SWAPS.get(own_class.__name__) if own_class.__module__.startswith("transformers.") else None
 
 
-# Experts of these classes project the queries of attention. The model's own code computes them.
+# Experts of these classes project the queries of attention. The model's own code computes these experts.
 ATTENTION = ("JetMoeMoA",)
 
 _MODULES_WITH_DROPOUT = "each expert is a module of its own, with dropout between its matrices"

@@ -37,7 +37,7 @@ SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a Shar
 DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
 TOLD = "_moe_layers_told"  # attribute of experts about which `_tell_once` must not warn
 
-# `_calls.changes`: experts -> parameter name -> LowRank. PEFT's wrappers set it while they call the experts.
+# `_calls.changes`: experts -> parameter name -> LowRank. PEFT's wrappers set `changes` while calling the experts.
 _calls = threading.local()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,7 +52,7 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """How to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
+    """Describes how to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
 
     Attributes:
         transposed: matrices are [in, out].
@@ -91,7 +91,7 @@ class ExpertsSpec:
         return self
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Do not read attributes: PEFT would cache their values."""
+        """Return the weights to check at the first call. Reading by attribute would let PEFT cache values."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -126,7 +126,7 @@ class ExpertsSpec:
         return getattr(experts, f"{self._up_name}_bias"), experts.down_proj_bias
 
     def adapters(self, changes: Mapping[str, LowRank]) -> ExpertAdapters:
-        """Convert low-rank changes, by stored parameter, to adapters of `w_up` and `w_down`."""
+        """Convert low-rank changes, keyed by parameter name, to adapters of `w_up` and `w_down`."""
         return ExpertAdapters(*self._factors(changes.get(self._up_name)), *self._factors(changes.get("down_proj")))
 
     def _factors(self, change: LowRank | None) -> tuple[Tensor | None, Tensor | None]:  # a [E, r, in], b [E, out, r]
@@ -187,7 +187,7 @@ def call_with_changes(experts: nn.Module, changes: Mapping[str, LowRank], call: 
 
 
 def recognise_once(experts: nn.Module, make_spec: Callable[[Any, str | None], ExpertsSpec]) -> None:
-    """Set the spec of a module for which `enable` was not called."""
+    """Set the spec of an experts module, unless `enable` or an earlier call has set it."""
     if not hasattr(experts, ATTRIBUTE):
         with unseen_by_tracers(), torch.no_grad():
             spec = make_spec(experts, None)
@@ -295,8 +295,8 @@ def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
 def _normed_experts(
     self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """Compute experts whose outputs are normed before they are weighted. The fused op cannot compute them, because it
-    applies the weights before the down projection."""
+    """Compute experts whose outputs are normed before they are weighted. The fused op cannot norm outputs, because its
+    backward differentiates the down projection and the weighted sum together."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     if isinstance(choice, Tensor):
         permutation = sort_by_expert(choice, w_down.shape[0], implementation=spec.implementation)

@@ -23,7 +23,7 @@ from .experts_forward import NAME, ExpertsSpec, experts_forward, recognise_once
 
 @dataclass(frozen=True)
 class Float8Spec(ExpertsSpec):
-    """How to compute FP8 experts from their stored weights."""
+    """Describes how to compute FP8 experts from their stored weights."""
 
     format: WeightFormat = FP8
 

@@ -103,7 +103,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
         return True
 
     @property
-    def is_trainable(self) -> bool:  # adapters can be trained, and all parameters but the experts' weights
+    def is_trainable(self) -> bool:  # adapters can be trained, as can all parameters except the experts' weights
         return True
 
 

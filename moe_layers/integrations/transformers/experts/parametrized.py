@@ -1,4 +1,4 @@
-"""Reads the stored form of expert parameters that a PyTorch parametrization keeps in 4 bits.
+"""Reads expert parameters that a PyTorch parametrization keeps in 4 bits, without dequantising them.
 
 A parametrization computes a parameter from a stored tensor at each access. Two kinds are known:
 
@@ -31,7 +31,7 @@ class StoredMxfp4(nn.Module):
     """Computes a parameter [E, in, out] from the blocks [E, out, in / 32, 16] of a published gpt-oss.
 
     Args:
-        scales: the powers of two that belong to the blocks.
+        scales: one power of two for each block of 32 inputs.
         dtype: dtype of the parameter.
     """
 
@@ -56,7 +56,7 @@ class StoredMxfp4(nn.Module):
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         num_experts, size_out, num_blocks, _ = blocks.shape
         out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
-        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # by expert: less memory
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # in turn, to save memory
             matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
         return out
 
@@ -80,8 +80,8 @@ def stored_weight(
     """Return the stored form of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: the parameters that are read in the same form. If other code changes one of them, such as a wrapper of
-            PEFT that adds its adapters, all are read as tensors.
+        names: the parameters that must be read alike. If other code changes one of these parameters, such as a wrapper
+            of PEFT that adds its adapters, all of them are read as tensors.
         transposed: the parameter is [E, in, out].
     """
     if "parametrizations" not in experts._modules or name not in names:

@@ -1,11 +1,12 @@
 """PEFT's LoRA of expert parameters, computed inside the experts' op.
 
 PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. PEFT's forward adds the
-product of lora_A and lora_B to the parameter while the experts run. The forward here passes both factors to the experts
+product of lora_A and lora_B to the parameter while the experts run. `_forward` here passes both factors to the experts
 instead, so that no tensor of the parameter's size is made. This forward is set on each wrapper, not on the class.
 
-In PEFT 0.18 and later, lora_A is [E * r, in] with rows e * r + i. lora_B is [out, r * E] with columns i * E + e. `in`
-and `out` are the lengths of the parameter's second and third axis, or the reverse if PEFT swapped them.
+In PEFT 0.18 and later, lora_A is [E * r, in] and lora_B is [out, r * E]. Expert e has rows e * r + i and columns
+i * E + e, for i < r. `in` and `out` are the lengths of the parameter's second and third axis, or the reverse if PEFT
+swapped them.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # earlier versions do not swap the axes, and lack `_SWAPPED`
+_SWAPS_SINCE = "0.19"  # earlier versions do not swap the parameter's axes, and lack `_SWAPPED`
 _SWAPPED = "_did_swap_in_out_features"
 
 
@@ -55,7 +56,7 @@ class Place(NamedTuple):
 
 
 def find_places(model: nn.Module, experts: list[nn.Module]) -> list[Place]:
-    """Return the places of the experts in a model, in the order of its modules."""
+    """Return a `Place` for each attribute that holds one of the experts, in the order of the model's modules."""
     known, found = set(experts), []
     for path, holder in model.named_modules():
         if hasattr(holder, "base_layer"):

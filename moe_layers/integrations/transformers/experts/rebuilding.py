@@ -18,9 +18,9 @@ def rebuilt_in_backward(
 ) -> AbstractContextManager[None]:
     """Return a context in which autograd saves `parameters` instead of `copy`.
 
-    The context does nothing without gradients, and for inference tensors, which have no version. It does nothing under
-    `torch.compile`, which recomputes copies on its own. It also does nothing if other hooks (activation checkpointing,
-    offloading) are active, because autograd calls only the last of several hooks.
+    The context does nothing without gradients, and for inference tensors, which have no version. The context does
+    nothing under `torch.compile`, which recomputes copies on its own. With other active hooks (activation
+    checkpointing, offloading) the context does nothing, because autograd calls only the last of several hooks.
 
     Args:
         build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
@@ -30,7 +30,7 @@ def rebuilt_in_backward(
     if any(parameter.is_inference() for parameter in parameters):
         return nullcontext()
     versions = tuple(parameter._version for parameter in parameters)
-    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # `rebuilt` would keep `copy` itself alive
+    dtype, place = copy.dtype, (copy.data_ptr(), copy.shape, copy.stride())  # a closure over `copy` would keep it alive
 
     def rebuilt() -> Tensor:
         if tuple(parameter._version for parameter in parameters) != versions:

@@ -1,6 +1,7 @@
 """Replaces the forwards of single modules. Other libraries may wrap these forwards, as accelerate's hooks do.
 
-`restore_forward` removes only this package's forward. A wrapper around it remains, and then calls the class's forward.
+`restore_forward` removes only this package's forward. A wrapper around this forward remains, and then calls
+the class's forward.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
 
 
 def release_routers(model: nn.Module) -> None:
-    """Restore the forwards of all routers of a model."""
+    """Restore the forwards of all routers of a model, and remove the hooks of `hook_models`."""
     for module in model.modules():
         if _ROUTER in vars(module):
             vars(module).pop(_ROUTER).release()

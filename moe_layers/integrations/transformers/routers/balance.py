@@ -19,8 +19,8 @@ def balance_routing(
 
     The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as those of
     `MoEFeedForward`: every backward through a layer's output adds their gradient, `aux_losses` returns their values,
-    and `set_aux_loss_scale` scales their gradients. Neither losses nor counts include padding of an attention mask [B,
-    S]. The loss that the model returns does not contain these losses.
+    and `set_aux_loss_scale` scales their gradients. Losses and counts exclude the padding of an attention mask
+    [B, S]. The loss that the model returns does not contain these losses.
 
     Under gradient accumulation, average the losses with `set_aux_loss_scale(model, torch.tensor(1 / num_accumulated))`,
     or sum them with `num_tokens`.
@@ -28,7 +28,7 @@ def balance_routing(
     Args:
         losses: coefficients, which replace those of an earlier call. The default None means no losses.
         num_tokens: divisor of the losses, see `moe_layers.balance.losses`. The layers keep a tensor without a copy: a
-            change in place takes effect from the next forward on. Default: the tokens of each call.
+            change in place takes effect from the next forward on. Default: the number of tokens in each call.
 
     Raises:
         ValueError: the model has no MoE block of transformers or an unsupported router, the losses do not suit the

@@ -1,8 +1,9 @@
 """Hooks of a transformers model's routers: statistics, losses, bias updates and replay.
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
-them in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads or
-changes these three tensors. Without statistics, losses, counts, records and replay, it only calls the forward.
+these in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads
+or changes these three tensors. Without statistics, losses, counts, records and replay, `HookedRouter`
+only calls the forward.
 """
 
 from __future__ import annotations
@@ -247,7 +248,6 @@ class HookedRouter:
     def _routing(
         self, logits: Tensor, weights: Tensor, chosen: Tensor, token_mask: Tensor | None, forward: ModelForward | None
     ) -> LayerRouting:
-        """Return the routing that losses and counts read."""
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         lengths = None
         if forward is not None and self.balance_losses.sequence:
@@ -278,7 +278,7 @@ class HookedRouter:
 
 
 def _num_experts(router: Any) -> int:
-    """Return the number of experts that a router can choose, zero experts included."""
+    """Return the number of experts that a router can choose, including zero experts, which return the token."""
     for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (router, "config")):
         value = getattr(holder, name, None)
         value = getattr(value, "num_experts", None) if name == "config" else value
@@ -302,7 +302,7 @@ class _Selection(TorchFunctionMode):
         self.num_experts = num_experts
         self.choose = choose
         self.num_calls = 0
-        self.keys: Tensor | None = None  # [T, E]: scores plus selection bias, without excluded groups
+        self.keys: Tensor | None = None  # [T, E]: scores plus selection bias; excluded groups are masked
         self.chosen: Tensor | None = None  # [T, K] int64
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,8 +1,8 @@
 """One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
 
 An MoE block of transformers gets no attention mask, and cannot tell which forward a checkpointed region recomputes.
-Hooks on the model provide both. A tensor hook on the model's outputs runs before any layer is recomputed. The hook
-tells the routers which forward will be recomputed. This works with every kind of checkpointing.
+Hooks on the model provide the mask and the forward. A tensor hook on the model's outputs runs before any layer is
+recomputed, and tells the routers which forward will be recomputed. The hook works with every kind of checkpointing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ModelForward:
 
     Args:
         owner: the outermost model of transformers.
-        arguments: the arguments of its forward, by name.
+        arguments: the arguments of the owner's forward, by name.
     """
 
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
@@ -76,7 +76,7 @@ class ModelForward:
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
         positions = self._arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
-            # Each packed sequence starts at position 0. The first may start later, after tokens of another forward.
+            # Each packed sequence starts at position 0, but the first may continue a sequence of another forward.
             is_start = positions[0] == 0
             is_start[:1] = True
             starts = is_start.nonzero().flatten()  # host synchronisation for the number of sequences
@@ -112,7 +112,7 @@ def current_forward() -> ModelForward | None:
 
 
 def hook_models(model: nn.Module) -> None:
-    """Hook every transformers model in `model`, once. In each call, the outermost of them makes the `ModelForward`."""
+    """Hook every transformers model in `model`, once. In each call, the outermost model makes a `ModelForward`."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -122,7 +122,7 @@ def hook_models(model: nn.Module) -> None:
 
 
 def unhook_models(model: nn.Module) -> None:
-    """Remove the hooks."""
+    """Remove the hooks that `hook_models` registered."""
     for module in model.modules():
         for hook in vars(module).pop(_HOOKS, ()):
             hook.remove()
@@ -137,7 +137,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, also after an exception. Hook its outputs: `recompute` runs before any layer is recomputed."""
+    """End the forward, also after an exception. Hook the outputs, so that `recompute` runs before recomputations."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -41,11 +41,12 @@ class RoutingCallback(TrainerCallback):
 
     Whenever the Trainer logs its loss, the callback adds the statistics of the training forwards since the last log.
     The statistics are written to the log history and to every destination in `report_to`. Their names are
-    `routing/<metric>` for the mean or the worst over the layers, and `routing/<layer>/<metric>`. With several ranks,
-    statistics cover all ranks.
+    `routing/<metric>` for the mean, sum or maximum over the layers, and `routing/<layer>/<metric>`. With several ranks,
+    statistics cover all ranks of `group`.
 
     The callback divides the gradients of `balance_routing`'s losses by the accumulation steps, unless `num_tokens` is
-    set. With `fp16=True`, it multiplies them by the GradScaler's scale. `global_batch` covers the accumulated calls.
+    set. With `fp16=True`, it multiplies these gradients by the GradScaler's scale. `global_batch` covers the
+    accumulated calls.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -145,7 +146,7 @@ class RoutingCallback(TrainerCallback):
         return metrics
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write the share of each expert over the steps, one map per layer, to an image file. Needs matplotlib."""
+        """Write an image of each expert's percentage of its layer's slots, per logged step. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         layers = list(self.loads[0])

@@ -62,14 +62,14 @@ class Sharing:
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return this rank's part of PEFT's factors, which every rank holds whole. Scale their gradients."""
+        """Return the slices for this rank's experts of PEFT's factors. Scale gradients by `replicated_scale`."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
 
 
 class ExpertsOfModule:
-    """A rank's experts in one call. The class implements `ExpertsOfRank`."""
+    """Presents a rank's experts to a dispatcher in one call. The class implements `ExpertsOfRank`."""
 
     recompute: str | None = None
     batch_invariant = False

@@ -46,7 +46,7 @@ class ShardReport:
         experts: the sharded modules by name, for instance to wrap them in FSDP2 over another axis of the mesh.
         num_local: number of experts of each module that this rank holds.
         num_ranks: number of ranks that share the experts.
-        dispatcher: the dispatcher's name.
+        dispatcher: the `dispatcher` argument; "auto" is not resolved.
         kept_bytes: bytes of this rank's experts.
         freed_bytes: bytes of the other ranks' experts.
     """
@@ -86,12 +86,13 @@ def shard_experts(
     reserved_sms: int | None = None,
     seconds: float = SECONDS,
 ) -> ShardReport:
-    """Share the experts of an enabled model among the ranks of a mesh. Each rank keeps its own experts and their names.
+    """Share the experts of an enabled model among the ranks of a mesh. The parameters keep their names.
 
-    All ranks must hold the same values before the call. Each rank keeps its slice, without communication. Afterwards
-    each rank passes its own tokens, in any number. All ranks must call the model equally often, in forward and
-    backward. Shard before FSDP2, DDP and the optimizer. PEFT's adapters of experts stay whole on every rank; they may
-    be added before or after. The model cannot be disabled afterwards; `save_sharded` writes it.
+    All ranks must hold equal parameters before the call. Each rank keeps its slice, without communication. Afterwards
+    each rank passes its own tokens, in any number, except that "overlapped" and `max_rows_factor` need equally many on
+    each rank. All ranks must call the model equally often, in forward and backward. Shard before FSDP2, DDP and the
+    optimizer. PEFT's adapters of experts stay whole on every rank, and may be added before or after this call. The
+    model cannot be disabled afterwards; `save_sharded` writes it.
 
     The recomputation of a checkpointed layer must choose the same experts: use `context_fn=save_communication`. The
     recomputation then sends nothing.
@@ -171,11 +172,14 @@ def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def ignore_in_ddp(model: nn.Module) -> None:
-    """Exclude experts that `shard_experts` sharded from DistributedDataParallel. Their gradients are complete.
+    """Exclude from DistributedDataParallel the parameters and buffers that `shard_experts` sharded.
 
-    All ranks must share the experts. If several ranks hold an expert, use FSDP2, which averages its gradients. Put the
-    experts, which are DTensors, in a parameter group of their own: an optimizer that updates a group at once, as on
-    GPUs by default, refuses DTensors beside other tensors.
+    The gradients of these parameters already cover the tokens of all ranks that share the experts. Adapters and norms
+    of experts are whole on every rank, and are not excluded.
+
+    All ranks must share the experts. If several ranks hold an expert, use FSDP2, which averages the expert's gradients.
+    Put the sharded parameters, which are DTensors, in a parameter group of their own: an optimizer that updates a group
+    at once, as on GPUs by default, refuses DTensors beside other tensors.
 
     Args:
         model: the module that DistributedDataParallel will wrap; with PEFT the PeftModel.

@@ -5,7 +5,7 @@
     ...
     save_sharded(model, directory)
 
-Each rank reads only its own experts. The first rank writes. It holds one decoder layer and one file at a time.
+Each rank reads only its own experts. The first rank writes, and holds one decoder layer and one file at a time.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def reading_shares(
     pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
     such as 5.23. Needs safetensors files, because other files are read whole.
 
-    All ranks must enter and leave the context, and call `from_pretrained` equally often. At these calls they wait up to
-    30 minutes for ranks that download or read more slowly. An error on one rank ends the wait at once.
+    All ranks must enter and leave the context, and call `from_pretrained` equally often. There, ranks wait up to 30
+    minutes for ranks that download or read more slowly. An error on one rank ends the wait at once.
 
     Args:
         mesh: see `shard_experts`.
@@ -105,7 +105,7 @@ def reading_shares(
 
 @contextmanager
 def _without_reading_ahead() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead of the conversion. They might read a rank's whole share ahead."""
+    """Keep transformers' threads from reading ahead of the conversion, by up to a rank's whole share."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
