@@ -186,7 +186,7 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # values of `rounded`, gradient of `preactivation`
+        read = preactivation + (rounded - preactivation).detach()  # `rounded`; its gradient goes to `preactivation`
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

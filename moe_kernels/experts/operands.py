@@ -59,7 +59,7 @@ class ExpertOperands(NamedTuple):
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
-        """Return the caller's `rows`, or the rows of `sorted_slots`."""
+        """Return `rows` if the caller gave them, else the rows of `sorted_slots`."""
         if self.rows is not None:
             return self.rows
         assert self.sorted_slots is not None

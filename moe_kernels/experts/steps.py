@@ -35,8 +35,8 @@ class Adapters(NamedTuple):
 
     @classmethod
     def of(cls, adapters: ExpertAdapters, weights: ExpertWeights, dtype: torch.dtype | None = None) -> Adapters:
-        """Convert adapters. Autograd differentiates the conversion. `dtype` is used for quantised weights, which have
-        no dtype of their own."""
+        """Convert adapters to the dtype of the weights, or to `dtype` if the weights are quantised. Autograd
+        differentiates the conversion."""
         up_a, up_b, down_a, down_b, scale = adapters
         dtype = weights.w_up.dtype if isinstance(weights.w_up, Tensor) else dtype
         assert dtype is not None
@@ -214,7 +214,7 @@ def _differentiate(
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
     """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a second kernel.
 
-    Without a `destination`, the second kernel overwrites dA' with A_w.
+    The second kernel writes A_w, the weighted activation, to `destination`, or by default over dA'.
     """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]

@@ -326,12 +326,12 @@ def _shaped_like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
-    """Choose which gathers are copies.
+    """Choose which gathers run as separate copies, instead of inside the GEMM.
 
     Args:
         up: the kernel of w_up's GEMM for copied rows.
         num_columns: columns of that GEMM's result.
-        entry: the table's choice, or None.
+        entry: the choice in the GPU's table of measurements, or None.
     """
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
     if entry and fast:

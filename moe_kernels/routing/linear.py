@@ -212,7 +212,7 @@ def _product_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "share"])
 def _weight_gradient_kernel(
-    dlogits_ptr,  # [T, 2E] contiguous
+    dlogits_ptr,  # [T, 2E] contiguous: high parts, then low parts
     tokens_ptr,  # [T, D]
     tokens_strides,
     parts_ptr,  # [shares, E, D] contiguous
@@ -224,7 +224,7 @@ def _weight_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program sums one share of (high + low)^T @ tokens. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
+    """One program sums dlogits^T @ tokens over `share` tokens. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
     first_expert = tl.program_id(0) * BLOCK_E
     expert = first_expert + tl.arange(0, BLOCK_E)[None, :]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]

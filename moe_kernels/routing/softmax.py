@@ -167,7 +167,7 @@ def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts,
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _topk_backward_kernel(
-    logits_ptr,  # None if the weights were normalized
+    logits_ptr,  # None if the softmax is over the chosen logits, so that the weights suffice
     logits_strides,  # [T, E]
     direct_ptr,  # a gradient to add to dlogits, or None
     direct_strides,  # [T, E]

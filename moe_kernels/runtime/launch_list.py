@@ -91,7 +91,7 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
-REQUIRED = 1 << 31  # flag of a tensor that needs an address because it is not empty; as in launch_list.c
+REQUIRED = 1 << 31  # flags a tensor that is not empty: a null address is an error. launch_list.c repeats the value.
 DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
 # Triton's numbers of dtypes -> numbers that the driver's encoder uses. Numbers that are not listed are the same.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}

@@ -1,4 +1,4 @@
-"""Arguments of packed rows of several groups times one shared matrix."""
+"""Arguments of out = A @ B, where the rows of A are packed groups and all groups share B."""
 
 from __future__ import annotations
 

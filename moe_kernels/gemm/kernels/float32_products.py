@@ -58,6 +58,6 @@ def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     elif PRECISION == "float64":
         return tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
     else:
-        # The step's product is summed separately, because a sum's error grows with the number of its terms.
+        # The step's product starts at `zero`, not at `total`, because a sum's error grows with its number of terms.
         zero = tl.where(positive <= 0, total, 0.0)
         return total + tl.dot(a, b, zero, input_precision="tf32" if PRECISION == "tf32" else "ieee")

@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # divides the addresses, leading dimensions and contiguous axes of A and B, in elements
-    OUT_PIECE: tl.constexpr,  # divides the addresses, leading dimensions and row lengths of out, in elements
+    PIECE: tl.constexpr,  # a common divisor of addresses, leading dimensions and contiguous axes of A and B, elements
+    OUT_PIECE: tl.constexpr,  # a common divisor of addresses, leading dimensions and row lengths of out, elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None

@@ -2,8 +2,8 @@
 
 PEFT wraps an experts module once per adapted parameter [E, out, in], and stores `lora_A.weight` and `lora_B.weight` of
 each wrapper. The names of both contain one `base_layer` per enclosing wrapper. The module's first parameter has the
-innermost wrapper. Parameters in 4 bits are parametrizations: of these, the alphabetically first name has the innermost
-wrapper. If experts are gated, the widths of lora_A and lora_B tell which order of wrappers a file has.
+innermost wrapper. If parameters are parametrizations (4 bits), the alphabetically first name has the innermost wrapper
+instead. The widths of lora_A and lora_B tell which of the two orders a file of gated experts has.
 
 The order of the factors' axes is called orientation, and named after a version of PEFT:
 

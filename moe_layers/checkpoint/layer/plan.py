@@ -58,8 +58,8 @@ class CheckpointSource:
         layout: name of the experts' layout.
         prefix: prefix of the block's tensor names.
         names: parameter -> full name on disk, for the router and all other tensors outside experts and shared expert.
-        shapes: parameter -> shape of this tensor on disk; some biases are [1, E] on disk.
-        shared: one key for each tensor of the shared expert. The key's name is the tensor's full name.
+        shapes: parameter -> shape on disk, for the parameters in `names`; some biases are [1, E] on disk.
+        shared: one `Key` for each tensor of the shared expert, with the tensor's full name as its `name`.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
     """
 

@@ -22,7 +22,7 @@ class Tiles:
     """The tiles of the product: row tiles from the table, or from the offsets of few groups, times column tiles."""
 
     entries: gl.tensor  # pointer to [capacity, 2]; without a table, cumulative tile counts [MOST_WALKED] (`with_walk`)
-    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G]; after `with_walk`, end rows [MOST_WALKED]
+    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G], which `with_walk` turns into end rows
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor

@@ -76,8 +76,8 @@ def tile_at(tiles, turn):
 
 @gluon.jit
 def steps_for(tiles, num_rows):
-    """Return the number of reduction steps for a group: at least two, because two steps write the previous tile. Steps
-    past the end of the group read zeros."""
+    """Return the number of reduction steps of a group: at least two, because the first two steps each write half of the
+    previous tile. Steps past the end of the group read zeros."""
     # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses it. It then
     # keeps the first tile's value. Passing the value through assembly counts as a use.
     num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)

@@ -77,7 +77,7 @@ class _Stored(NamedTuple):
 def stored_weight(
     experts: Any, names: tuple[str, ...], name: str, *, transposed: bool
 ) -> QuantizedWeight | None:  # [E, out, in]
-    """Return the stored form of a parameter, or None if the parameter must be read as a tensor.
+    """Return the quantised weight of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
         names: the parameters that must be read alike. If other code changes one of these parameters, such as a wrapper

@@ -101,7 +101,7 @@ class ExpertsOfModule:
 
 @contextmanager
 def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
-    """Replace sharded tensors of experts by this rank's parts, and scale the norm's gradients, inside the context."""
+    """Inside the context, replace sharded tensors by this rank's parts, and scale gradients of `post_expert_norm`."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, module in experts.named_modules():
