@@ -63,7 +63,7 @@ def _check_experts(implementation: str | None, w_up: Tensor, is_shared: bool) ->
 
 def _saved_by(
     module: nn.Module,
-    losses: Any,  # the object with `aux_loss_scale` and `aux_loss` of the module
+    losses: Any,  # the object that holds the module's `aux_loss_scale` and `aux_loss`
     sizes: tuple[int, ...],
     dtype: torch.dtype,
     device: torch.device,

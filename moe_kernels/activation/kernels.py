@@ -224,7 +224,7 @@ def _store_scaled(
     values,  # [BLOCK_R, BLOCK_F], rounded to the dtype of the preactivation
     row,  # [BLOCK_R, 1]
     is_row,  # [BLOCK_R, 1]
-    first,  # column of the first value, among `size` columns
+    first,  # column of the first value, counted from `place`
     size,
     width,
     place,  # column of `values_ptr` at which the `size` columns begin, a multiple of 128

@@ -216,7 +216,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
 
 
 def _main_grads(ctx: Any) -> dict[str, Tensor]:
-    """Return, by the weight's name, the `main_grad` of each weight whose gradient the running backward accumulates."""
+    """Return, by weight name, the `main_grad` of each weight whose `grad` the running backward would accumulate."""
     nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
     names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
     names = [name for name in names if is_accumulated("fused_experts", name, nodes[name])]

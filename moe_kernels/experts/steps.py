@@ -306,7 +306,8 @@ def up_adapter_gradients(
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
     """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
 
-    Memory bandwidth bounds these narrow products. The GEMMs gather, because tokens fit the L2 cache better than rows.
+    Memory bandwidth bounds these narrow products. Without `weight_on_input` the GEMMs gather, because tokens fit the L2
+    cache better than rows.
     """
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))

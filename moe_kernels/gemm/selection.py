@@ -347,8 +347,8 @@ def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: C
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # The key holds everything that `copies_for` reads. That excludes the layout of the tokens, because `copies_for`
-    # makes its own rows.
+    # The key holds everything that `copies_for` reads. The strides of tokens are not in the key, because `copies_for`
+    # reads only their dtype and device.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows

@@ -118,8 +118,8 @@ def _checksum(weight):  # [128, 128]
 def _widened(values):
     """Return values as float32.
 
-    Triton 3.6 would move the transposition of the bytes before an ordinary conversion. It would then quantise
-    everything twice, in twice as many registers.
+    Triton 3.6 would move the later transposition of the quantised values before an ordinary conversion. It would then
+    quantise both orders, in twice as many registers.
     """
     if INTERPRET or values.dtype != tl.bfloat16:
         return values.to(tl.float32)

@@ -77,7 +77,7 @@ class RecordedCall(NamedTuple):
 
     function: Any
     args: Any  # (args, kwargs), with Ref for tensors
-    results: tuple[int, ...]  # memories that the operation makes
+    results: tuple[int, ...]  # indices of the memories of the results
 
 
 @dataclass

@@ -19,7 +19,7 @@ class Pending(NamedTuple):
     `wait` returns the outputs [T, D] for use on the current stream. The host does not wait for the GPU.
     """
 
-    offsets: Tensor  # [E] int32: exclusive end row of each expert, with the slots of this rank's tokens in expert order
+    offsets: Tensor  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
     wait: Callable[[], Tensor]
 
 

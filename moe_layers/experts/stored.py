@@ -131,7 +131,7 @@ class QuantizedExperts(nn.Module):
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory as integers. `QuantizedExperts` stores two-byte integers as pairs of bytes."""
+    """Return a view of the same memory as integers of the same size."""
     return tensor.view(_BITS[tensor.element_size()])
 
 

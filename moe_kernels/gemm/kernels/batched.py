@@ -25,7 +25,7 @@ _TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that 
 
 
 class BatchedGemm(WrappedGroupedGemm):
-    """Computes `out[l] = A[l] @ B[l]` by a grouped GEMM kernel. The matrices of A and of out must be adjacent."""
+    """Computes `out[l] = A[l] @ B[l]` by a grouped GEMM kernel. A and out must hold adjacent matrices."""
 
     arguments_class = GemmArguments
     form = "gemm"

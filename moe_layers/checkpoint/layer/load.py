@@ -157,7 +157,7 @@ def load_layer(
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
-    """Download the files that hold these tensors, and check that the files exist. Ignore names that no file holds."""
+    """Download the files that hold these tensors, and check that the files exist. Skip names in no file."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})

@@ -148,7 +148,7 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if experts have a plain weight that is not floating point, or a tensor that no key describes."""
+    """Raise ValueError if experts have a plain weight that is not floating point, or a tensor outside the layout."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")

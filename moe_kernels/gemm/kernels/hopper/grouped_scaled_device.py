@@ -30,7 +30,7 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # products between two additions to the total; also columns that share a scale
+_STEP = gl.constexpr(128)  # columns that share a scale; their products are summed, then scaled and added to the total
 _ROWS = gl.constexpr(64)  # rows of a tile that one consumer computes
 
 

@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # more than one: with one, interleaved and concatenated columns are equal
+_NUM_COLUMNS = 3  # more than one, because a single column has the same place interleaved and concatenated
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:

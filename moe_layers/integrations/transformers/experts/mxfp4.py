@@ -57,7 +57,7 @@ class _KeepMxfp4Config(QuantizationConfigMixin):
 
     def __init__(self, **settings: Any):
         self.settings = {**settings, "quant_method": _PUBLISHED}
-        self.quant_method = _METHOD  # pyright: ignore[reportAttributeAccessIssue]  # transformers declares an enum
+        self.quant_method = _METHOD  # pyright: ignore[reportAttributeAccessIssue]  # transformers expects an enum
 
     def to_dict(self) -> dict[str, Any]:
         return copy.deepcopy(self.settings)

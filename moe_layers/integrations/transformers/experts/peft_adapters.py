@@ -247,7 +247,7 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-    """Compute a ParamWrapper. PEFT's forward computes unsupported cases, which are an error if ranks share experts."""
+    """Compute a ParamWrapper. Call PEFT's forward in unsupported cases, or raise ValueError if ranks share experts."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:
