@@ -18,7 +18,7 @@ class HubModel:
     """A model of the hub by its name, "org/model". `download` returns the folder of the local cache.
 
     Raises:
-        ValueError: huggingface_hub is not installed, and the message names the cure. Or the hub does not provide the
+        ValueError: huggingface_hub is not installed (the message names the cure), or the hub does not provide the
             model.
     """
 

@@ -88,7 +88,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the scales' shape hides if a block of `b` rows spans the last gate rows and the first up rows.
+        """Return whether the shape of the scales cannot tell if a block of `b` rows has both gate and up rows.
 
         For n gate rows: n % b > 0, and ceil(2n / b) == 2 ceil(n / b): as many scales with this block as without.
         """

@@ -2,8 +2,8 @@
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
 these in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads
-or changes these three tensors. Without statistics, losses, counts, records and replay, `HookedRouter`
-only calls the forward.
+or changes these three tensors. Without statistics, losses, counts, records and replay, `HookedRouter` only calls the
+forward.
 """
 
 from __future__ import annotations
