@@ -17,7 +17,8 @@ def _reduce_tile(
     total,
     ring,
     step,
-    num_steps,
+    tiles,
+    tile,
     group,
     column_tile,
     bias,
@@ -35,8 +36,9 @@ def _reduce_tile(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Return (sum over a tile's steps, number of the next step). The sum includes the bias unless an activation
-    follows. The first steps also write the previous tile."""
+    """Return (sum over a tile's steps, number of the next step, then group, first row, end row and column tile of this
+    program's next tile). The sum includes the bias unless an activation follows. The first steps also write the
+    previous tile."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -48,16 +50,18 @@ def _reduce_tile(
         # The bias is loaded during the remaining multiplications, into the registers freed by the finished tile.
         # Rounding down to multiples of 8 tells the compiler that rows are aligned.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
-    for _ in range(PARTS, num_steps):
+    for _ in range(PARTS, tiles.num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
         release_previous(ring, step)
         step += 1
+    # The next tile's position is found while the last multiplications run, so that the next tile does not wait for it.
+    next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
     if bias is not None and PIECES == 0:
         total = plus_bias(total, loaded)
-    return total, step
+    return total, step, next_group, next_row, next_end, next_column
 
 
 @gluon.jit
@@ -98,14 +102,14 @@ def _consume(
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
     halves_tiles = num_tiles // gl.num_programs(0) * tiles.num_steps < LONG_WORK
+    group, tile_row, tile_end, tile_column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
-        group, tile_row, tile_end, tile_column = tile_at(tiles, tile)
         if tile_row + WARPGROUP * HALF_M < tile_end or keeps_step:
             # A last column tile that is at most half full needs only half the multiplications.
             if not GATED and BLOCK_N == 256 and halves_tiles and num_columns - tile_column * BLOCK_N <= HALF_N:
                 narrow = gl.zeros((HALF_M, HALF_N), gl.float32, accumulator(HALF_N))  # [HALF_M, HALF_N]
-                narrow, step = _reduce_tile(
-                    narrow, ring, step, tiles.num_steps, group, tile_column, bias,
+                narrow, step, next_group, next_row, next_end, next_column = _reduce_tile(
+                    narrow, ring, step, tiles, tile, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -114,8 +118,8 @@ def _consume(
                 else:
                     left = gl.convert_layout(pinned(narrow.to(out_desc.dtype)), half_layout)
             else:
-                total, step = _reduce_tile(
-                    total, ring, step, tiles.num_steps, group, tile_column, bias,
+                total, step, next_group, next_row, next_end, next_column = _reduce_tile(
+                    total, ring, step, tiles, tile, group, tile_column, bias,
                     left, right, at, out_desc, activated_desc, buffer,
                     WARPGROUP, B_COLUMN, FORWARD, GATED, PIECES, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
@@ -127,6 +131,11 @@ def _consume(
                 slot = wait_step(ring, step)
                 mbarrier.arrive(ring.empty.index(slot), count=1)
                 step += 1
+            next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
+        group = next_group
+        tile_row = next_row
+        tile_end = next_end
+        tile_column = next_column
     write_last(left, right, at, bias, out_desc, activated_desc, buffer, FORWARD, GATED, PIECES)
     left, right = halves(gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N)).to(out_desc.dtype))
     if PIECES:
