@@ -38,13 +38,18 @@ from moe_kernels.specs import is_gated
 
 from .compiled import disassemble, inspect
 from .racecheck import warp_specialize_lines
-from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
+from .sass import (
+    functions_between_multiplications,
+    multiply_adds_between_copies,
+    spills_beside_multiplications,
+    unordered_accesses,
+)
 from .small_launches import SMALL_LAUNCHES
+from .targets import TARGETS
 
 # Triton's cache knows a function by its text and not by its file, and line information names the file.
 knobs.compilation.always_compile = True
 
-TARGETS = (80, 90, 100)
 # Code other than GEMMs differs little between targets: the oldest and newest, and the middle one for all other cases.
 SMALL_TARGETS = {"large": (80,), "jagged": (80,), "odd": (100,), "fp8 float16": (80, 100), "router": TARGETS}
 
@@ -196,6 +201,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "described_twice": described_twice(launch),
         "unordered": None if lines is None else unordered_accesses(code, lines),
         "functions_between_multiplications": functions_between_multiplications(code),
+        "multiply_adds_between_copies": multiply_adds_between_copies(code),
         "spills_beside_multiplications": 0 if lines is None else spills_beside_multiplications(code),
         **inspect(artifact.compiled),
     }
@@ -238,7 +244,7 @@ def compile_small(case: str, cc: int) -> list[dict[str, object]]:
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
     for case in SMALL_LAUNCHES:
-        for cc in SMALL_TARGETS.get(case, (90,)):
+        for cc in {*SMALL_TARGETS.get(case, (90,))} & {*TARGETS}:
             yield compile_small, (case, cc)
     yield from epilogue_jobs()
     for cc in TARGETS:

@@ -118,6 +118,19 @@ def functions_between_multiplications(disassembly: str) -> int:
     return found
 
 
+def multiply_adds_between_copies(disassembly: str) -> int:
+    """Return the 64-bit multiply-adds right before asynchronous copies that follow another such copy."""
+    found, since, follows = 0, [], False
+    for instruction in parse(disassembly)[0]:
+        if instruction.text.startswith("LDGSTS"):
+            found += sum(text.startswith("IMAD.WIDE") for text in since) if follows else 0
+            since, follows = [], True
+        else:
+            since.append(instruction.text)
+            follows = follows and len(since) < 8  # further apart, they belong to two steps
+    return found
+
+
 def _accesses(
     code: list[Instruction], labels: dict[str, int], start: int, lines: set[tuple[str, int]]
 ) -> list[tuple[Instruction, str, set[int]]]:
