@@ -98,19 +98,19 @@ def gather_block(ready, pointers, mask, buffer):
 
 
 @gluon.jit
-def moved(pointers, columns):
-    """Return pointers [rows, columns] of a gather, moved to the right by a number of columns.
+def moved(pointers, num_columns):
+    """Return the pointers [rows, columns] of a gather, moved to the right by `num_columns`.
 
     The compiler would move the pointers by multiply-adds, one right before each copy. A forward then takes 1 to 6 %
     longer on an H100, presumably because multiply-adds wait for the unit that starts the tensor cores' multiplications.
     Additions in assembly stay additions.
     """
     BITS: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
-    num_bytes = columns.to(gl.int64) * (BITS // 8)
+    num_bytes = num_columns.to(gl.int64) * (BITS // 8)
     at = gl.inline_asm_elementwise(
         "add.s64 $0, $1, $2;", "=l,l,l", [pointers, num_bytes], dtype=pointers.dtype, is_pure=True, pack=1
     )
-    # The compiler sees nothing through assembly, and copies 16 bytes at a time if it knows that they are aligned.
+    # Assembly hides the alignment from the compiler, which needs it to copy 16 bytes at a time.
     return gl.max_contiguous(gl.multiple_of(at, [16, 16]), [1, 128 // BITS])
 
 
