@@ -88,7 +88,7 @@ def _produce_gathered(
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
-            gather_block(ready, moved(pointers, k), (k + c < depth)[None, :], ring.a.index(slot))
+            gather_block(ready, moved(pointers, k), (c < depth - k)[None, :], ring.a.index(slot))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
             slot = free_slot(ring, step)
