@@ -24,9 +24,8 @@ from .experts.lora.adapters import LoRA
 from .feed_forward import MoEFeedForward
 from .parallel.collectives import save_communication
 from .routing.activation_checkpointing import save_routing
-from .routing.assignment import RoundRobinAssignment
+from .routing.assignment import CustomAssignment, RoundRobinAssignment, TokenExpertPairs
 from .routing.capacity import CapacityFactor
-from .routing.custom_assignment import CustomAssignment, TokenExpertPairs
 from .routing.expert_choice import ExpertChoice, TokenRounding
 from .routing.noise import RouterNoise
 from .routing.replay import RoutingReplay

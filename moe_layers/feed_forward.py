@@ -17,8 +17,8 @@ from moe_kernels.gemm.batch_invariance import invariant_linear
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
 from .autocast import call_with_autocast_rules
-from .balance.attachment import attach_aux_loss
 from .balance.balancing import BalanceLosses
+from .balance.losses import attach_aux_loss
 from .balance.routing_statistics import RoutingObserver
 from .checkpoint import CheckpointSource, LoadReport, load_layer, load_safetensors, save_layer, save_safetensors
 from .checks import check_choice, check_kind
@@ -31,13 +31,11 @@ from .experts.shared import SharedExpert
 from .experts.whole_op import check_tokens, compute_whole, runs_as_one_op
 from .input import TokenInfo, flatten_router_input, flatten_tokens, restore_shape
 from .memory import saved_bytes
-from .routing.assignment import Assignment
+from .routing.assignment import Assignment, as_assignment
 from .routing.capacity import CapacityFactor, drop_beyond_capacity
-from .routing.custom_assignment import as_assignment
 from .routing.noise import RouterNoise
-from .routing.result import LayerRouting
+from .routing.result import LayerRouting, Slots, identity_output, layer_routing
 from .routing.router import TopKRouter
-from .routing.slots import Slots, identity_output, layer_routing
 
 
 class MoEFeedForward(nn.Module):

@@ -67,11 +67,6 @@ def step3(config: ModelConfig) -> RouterSpec:
     return RouterSpec.deepseek_v3(norm_epsilon=0.0, scale=config.number("moe_router_scaling_factor", default=1.0))
 
 
-def kolibri(config: ModelConfig) -> RouterSpec:
-    normalize = config.flag("norm_topk_prob", default=False)
-    return RouterSpec.deepseek_v3(normalize=normalize, norm_epsilon=0.0, selection_bias="logit")
-
-
 def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
@@ -90,10 +85,6 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
         score=scores[config.choice("scoring_func", tuple(scores), "sqrtsoftplus")],
         scale=config.number("routed_scaling_factor"),
     )
-
-
-def gemma4(config: ModelConfig) -> RouterSpec:
-    return RouterSpec.gemma4(config.number("rms_norm_eps", default=1e-6))
 
 
 def lfm2(config: ModelConfig) -> RouterSpec:
@@ -118,9 +109,10 @@ def laguna(config: ModelConfig) -> RouterSpec:
     )
 
 
-def flint(config: ModelConfig) -> RouterSpec:
-    normalize = config.flag("norm_topk_prob", default=True)
-    return RouterSpec.deepseek_v3(normalize=normalize, norm_epsilon=0.0, selection_bias=None)
+def sigmoid_by_flag(default: bool, bias: str | None) -> Callable[[ModelConfig], RouterSpec]:
+    return lambda config: RouterSpec.deepseek_v3(
+        normalize=config.flag("norm_topk_prob", default=default), norm_epsilon=0.0, selection_bias=bias
+    )
 
 
 def cohere(config: ModelConfig) -> RouterSpec:

@@ -180,7 +180,7 @@ _SCALED = replace(_GLM4, required=("routed_scaling_factor",))
 _DEEPSEEK_V3 = replace(_GLM4, required=("routed_scaling_factor", "n_group", "topk_group"))
 _CLAMPED = replace(_SCALED, activation=_clamped)
 _GEMMA4 = Architecture(
-    routers.gemma4,
+    lambda config: RouterSpec.gemma4(config.number("rms_norm_eps", default=1e-6)),
     activation=_activation(_GATED, "hidden_activation", "gelu_pytorch_tanh"),
     separate_router_input=True,
 )
@@ -265,14 +265,16 @@ ARCHITECTURES = {
         shared=_shared("share_expert_dim", "share_expert_dims"),
         shared_activation=_step_activation("swiglu_limits_shared"),
     ),
-    "kolibri1": Architecture(routers.kolibri, shared=_shared("shared_expert_intermediate_size")),
+    "kolibri1": Architecture(
+        routers.sigmoid_by_flag(False, "logit"), shared=_shared("shared_expert_intermediate_size")
+    ),
     "gemma4_text": _GEMMA4,
     "diffusion_gemma_text": _GEMMA4,
     "lfm2_moe": Architecture(routers.lfm2),
     "afmoe": Architecture(routers.scaled_by("route_scale", default=1.0), shared=_several_shared()),
     "hy_v3": Architecture(routers.scaled_by("router_scaling_factor"), shared=_several_shared()),
     "laguna": Architecture(routers.laguna, shared=_shared("shared_expert_intermediate_size")),
-    "flint": Architecture(routers.flint, shared=_shared("shared_expert_intermediate_size")),
+    "flint": Architecture(routers.sigmoid_by_flag(True, None), shared=_shared("shared_expert_intermediate_size")),
     "lara_mini": Architecture(routers.softmax_by_flag(True), shared=_shared("shared_expert_intermediate_size")),
     "cohere2_moe": Architecture(
         routers.cohere, d_ff="intermediate_size", shared=_several_shared("intermediate_size", default=0)

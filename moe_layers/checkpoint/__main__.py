@@ -37,7 +37,8 @@ def inspect_command(options: argparse.Namespace) -> None:
     for directory in _checkpoints(options.directory):
         with CheckpointFiles(directory) as files:
             blocks = survey(files)
-            print(f"{directory}: {len(blocks)} MoE blocks, {len(files.file_of)} tensors in {files.num_files} files")
+            names, num_files = files.file_of, len({*files.file_of.values()})
+            print(f"{directory}: {len(blocks)} MoE blocks, {len(names)} tensors in {num_files} files")
         if blocks:
             _print_table([_COLUMNS, *map(_row, blocks)])
 
@@ -159,8 +160,8 @@ def _row(found: BlockSurvey) -> tuple[str, ...]:
         num_experts,
         d_model,
         str(*widths) if len(widths) == 1 else "?",
-        "/".join(sorted(map(dtype_name, found.dtypes))) or "?",
-        "/".join(sorted(found.encodings - {"plain"})) or "none",
+        "/".join(sorted({dtype_name(stored.dtype) for stored in found.experts.values()})) or "?",
+        "/".join(sorted({stored.encoding for stored in found.experts.values()} - {"plain"})) or "none",
         f"{found.num_bytes / 2**20:.1f}",
     )
 

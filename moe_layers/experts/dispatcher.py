@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moe_kernels import sort_by_expert
 
-from ..routing.slots import Slots
+from ..routing.result import Slots
 from .grouped import ExpertRows, GroupedExperts
 
 

@@ -21,8 +21,8 @@ from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import any_autocast_is_enabled, num_dispatch_modes
 
 from ..autocast import autocast, autocast_is_enabled
+from ..routing.result import differences
 from ..routing.router import TopKRouter
-from ..routing.slots import differences
 from .dispatcher import LocalDispatcher
 from .grouped import GroupedExperts
 from .lora.adapters import active_adapters, any_dropout

@@ -67,7 +67,7 @@ class GroupedExperts(MegatronModule):
             weight.allreduce = config.expert_model_parallel_size == 1  # pyright: ignore[reportAttributeAccessIssue]
             self.register_parameter(name, weight)
         self._delays = bool(getattr(config, "delay_wgrad_compute", False))
-        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # arguments of `weight_gradient`
         self._hooks: list[Callable[[], None]] = []
         for weight in self.parameters():
             weight.skip_backward_post_hook = self._delays
@@ -103,12 +103,6 @@ class GroupedExperts(MegatronModule):
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
         """Register a hook of Megatron's DistributedDataParallel. `backward_dw` calls each hook."""
         self._hooks.append(hook)
-
-    def delay(self, *gradient: Tensor) -> bool:
-        """Return whether weight gradients are delayed. If so, keep (weight, rows, dout, offsets) for `backward_dw`."""
-        if self._delays:
-            self._delayed.append(gradient)  # pyright: ignore[reportArgumentType]
-        return self._delays
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
         """Return the gradient [E, out, in]. With fusion, add it to `main_grad` and return a placeholder or None."""
@@ -170,9 +164,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         rows, weight, offsets = ctx.saved_tensors
         drows = grouped_gemm(dout, weight, offsets) if ctx.needs_input_grad[0] else None
-        dweight = None
-        if ctx.needs_input_grad[1] and not ctx.experts.delay(ctx.parameter, rows, dout, offsets):
-            dweight = ctx.experts.weight_gradient(ctx.parameter, rows, dout, offsets)
+        experts, gradient, dweight = ctx.experts, (ctx.parameter, rows, dout, offsets), None
+        if ctx.needs_input_grad[1] and experts._delays:
+            experts._delayed.append(gradient)
+        elif ctx.needs_input_grad[1]:
+            dweight = experts.weight_gradient(*gradient)
         return drows, dweight, None, None
 
 

@@ -15,7 +15,7 @@ from moe_kernels import Permutation, sort_by_expert
 from ..checks import first_three
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..routing.slots import Slots
+from ..routing.result import Slots
 from .collectives import check_on_device, wait
 from .rank_dispatcher import (
     GRADIENTS,

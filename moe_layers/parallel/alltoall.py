@@ -13,7 +13,7 @@ from moe_kernels import Permutation, combine, permute, sort_by_expert
 
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..routing.slots import Slots, differences
+from ..routing.result import Slots, differences
 from .collectives import AsyncCollective, check_on_device, wait
 from .rank_dispatcher import GRADIENTS, Chunk, ExpertsOfRank, RankDispatcher, gradients_needed, packing_of, row_bytes
 

@@ -44,20 +44,19 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be positive, got {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    parameters = [parameter for parameter in parameters if parameter.grad is not None]
     by_sharding: dict[Sharding, list[Tensor]] = {}
-    for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
-        held = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        by_sharding.setdefault(_sharding(gradient), []).append(held)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_sharding.setdefault(_sharding(parameter.grad), []).append(parameter)
     if not by_sharding:
         return torch.tensor(0.0)
-    norms = [_norm(shards, sharding, norm_type, foreach) for sharding, shards in by_sharding.items()]
+    norms = [_norm(group, sharding, norm_type, foreach) for sharding, group in by_sharding.items()]
     total = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total}"
         )
-    for group in _by_mesh(parameters):
+    for group in by_sharding.values():  # one by one, because a foreach op accepts only one mesh
         clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
 
@@ -71,8 +70,10 @@ def _sharding(gradient: Tensor) -> Sharding:
     return gradient.device_mesh, tuple(sharded)
 
 
-def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
-    """Return the norm of equally sharded tensors. `shards` holds this rank's part of each."""
+def _norm(parameters: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
+    """Return the norm of equally sharded gradients."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
     # All ranks must gather the same dtype, so promote over all tensors, also those without elements on this rank.
@@ -84,12 +85,3 @@ def _norm(shards: list[Tensor], sharding: Sharding, norm_type: float, foreach: b
             norms = wait(Ranks.of(mesh.get_group(dim)).all_gather(norm.view(1)))
             norm = torch.linalg.vector_norm(norms, norm_type)
     return norm
-
-
-def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return the parameters grouped by the mesh of their gradients, because a foreach op accepts only one mesh."""
-    groups: dict[DeviceMesh | None, list[Tensor]] = {}
-    for parameter in parameters:
-        mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-        groups.setdefault(mesh, []).append(parameter)
-    return list(groups.values())

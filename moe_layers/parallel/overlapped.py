@@ -22,7 +22,7 @@ from moe_kernels.types import ExpertAdapters, ExpertWeights, QuantizedWeight, Ti
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
 from ..experts.stored import QuantizedExperts
-from ..routing.slots import Slots
+from ..routing.result import Slots
 from .allgather import AllGatherDispatcher, local_permutations
 from .collectives import Ranks, wait
 from .rank_dispatcher import ExpertsOfRank, split

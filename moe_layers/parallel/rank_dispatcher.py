@@ -19,7 +19,7 @@ from moe_kernels.runtime.pytorch import disable_dynamo
 from ..autocast import autocast
 from ..experts.dispatcher import Pending
 from ..experts.grouped import ExpertRows
-from ..routing.slots import Slots
+from ..routing.result import Slots
 from .collectives import Packing, Ranks
 
 Chunk = tuple[Tensor, Slots]  # consecutive tokens [T, D] in the dtype in which they are sent, and their slots

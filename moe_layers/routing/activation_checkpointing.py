@@ -39,7 +39,6 @@ def routing_ops() -> list[Any]:
         kernels.scored_routing.default,
         torch.ops.aten.sort.stable,  # the reference implementation chooses experts by this op
         layers.global_expert_counts.default,
-        layers.replayed_choice.default,
         layers.kept_choice.default,
     ]
 
@@ -52,31 +51,19 @@ def add_once(total: Tensor, amount: Tensor) -> None:
         total.add_(amount)
 
 
-@torch.library.custom_op("moe_layers::replayed_choice", mutates_args=())
-def replayed_choice(
+@torch.library.custom_op("moe_layers::kept_choice", mutates_args=())
+def kept_choice(
     topk_experts: Tensor,  # [T, K] int32
+    is_replayed: bool = False,
 ) -> Tensor:  # [T, K] int32
-    """Return a copy of the choice. `save_routing` keeps the op's result, so a recomputation needs no record."""
-    if is_in_backward():
+    """Return a copy of a choice. `save_routing` keeps the op's result, so a recomputation needs no record."""
+    if is_replayed and is_in_backward():
         raise ValueError(
             "RoutingReplay.replay: a checkpointed region must have context_fn=save_routing, got a recomputation without"
         )
     return topk_experts.clone()
 
 
-@replayed_choice.register_fake
-def _(topk_experts):
-    return torch.empty_like(topk_experts)
-
-
-@torch.library.custom_op("moe_layers::kept_choice", mutates_args=())
-def kept_choice(
-    topk_experts: Tensor,  # [T, K] int32
-) -> Tensor:  # [T, K] int32
-    """Return the choice of another library's router from an op whose result `save_routing` keeps."""
-    return topk_experts.clone()
-
-
 @kept_choice.register_fake
-def _(topk_experts):
+def _(topk_experts, is_replayed=False):
     return torch.empty_like(topk_experts)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_choice
-from .slots import Slots
+from .result import Slots
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moe_kernels import RouterSpec, Routing
+from moe_kernels import RouterSpec, Routing, routing_weights
 from moe_kernels.reference import SCORES
 
 from ..checks import check_choice, check_positive
 from .assignment import Assignment
 from .capacity import even_share, positive_ratio
-from .result import spread_slots
-from .slots import Slots
+from .result import Slots, spread_slots
 
 
 class _AcrossTokens(Assignment):
@@ -53,7 +52,7 @@ class _AcrossTokens(Assignment):
         ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
         experts = torch.where(is_chosen, ids, -1)
         max_rows = min(self.max_rows(*logits.shape, top_k=routed.topk_experts.shape[1]), experts.numel())
-        return Slots(experts, self.weigh(logits, experts, spec), logits, max(max_rows, 1))
+        return Slots(experts, routing_weights(logits, experts, spec), logits, max(max_rows, 1))
 
 
 @dataclass(frozen=True)

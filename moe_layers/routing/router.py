@@ -18,10 +18,9 @@ from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_kind, check_positive
 from .activation_checkpointing import add_once
-from .assignment import Assignment
-from .custom_assignment import as_assignment
+from .assignment import Assignment, as_assignment
 from .noise import RouterNoise
-from .slots import Slots
+from .result import Slots
 
 
 class TopKRouter(nn.Module):
@@ -186,8 +185,7 @@ class TopKRouter(nn.Module):
             choose = self.noise.choose
             topk_experts = choose(routed.logits, self.top_k, self.spec, self.selection_bias, self.implementation)
         if topk_experts is not None:
-            weigh = routing_weights if self.assignment is None else self.assignment.weigh
-            routed = Routing(topk_experts, weigh(routed.logits, topk_experts, self.spec), routed.logits)
+            routed = Routing(topk_experts, routing_weights(routed.logits, topk_experts, self.spec), routed.logits)
         if self.per_expert_scale is not None:
             scale = self.per_expert_scale[routed.topk_experts.clamp(min=0).long()]
             kind = Routing if self.assignment is None else Slots

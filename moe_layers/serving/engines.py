@@ -7,8 +7,6 @@ take the names of published checkpoints, and stack the gate and up matrices of e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from ..checks import first_three
 
 _PER_EXPERT = (
@@ -66,13 +64,3 @@ def engine_layout(engine: str, *model_types: str | None) -> str:
         f"iter_weights: layout {engine!r} must be one that the architecture has, got model_type {model_types[0]!r}; "
         f"known are {first_three(sorted(known))}; 'huggingface' gives the names of save_pretrained"
     )
-
-
-def check_engine(engine: str, expected: str, prefix: str, found: Iterable[str]) -> None:
-    """Raise ValueError unless the engine's layout, `expected`, is in `found`, the layouts that fit the block."""
-    names = list(found)
-    if expected not in names:
-        raise ValueError(
-            f"iter_weights: {engine} reads experts of this architecture in the layout {expected!r}, but this version "
-            f"of transformers writes {prefix} as {names or 'an unknown layout'}"
-        )

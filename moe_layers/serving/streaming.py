@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from ..architectures import ARCHITECTURES, read_config
 from ..checkpoint.files.blocks import Block, check_names, find_blocks, matching_layouts
 from ..checkpoint.files.layouts import Layout, find_layout
-from ..checkpoint.layer.save import layer_tensors, layout_to_write, prefix_of
+from ..checkpoint.layer.save import layer_tensors, layout_to_write
 from ..checks import check_choice, check_kind
 from ..experts.lora.adapters import active_adapters, joined
 from ..experts.lora.merging import add_adapters
 from ..experts.stored import QuantizedExperts, stored
-from .engines import LAYOUTS, check_engine, engine_layout
+from .engines import LAYOUTS, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
 # The layer of a tensor: the tensor's name up to the first number. A name without a number is a layer by itself.
@@ -92,16 +92,20 @@ class _Stream:
                 held[name] = torch.empty((1, 4) if name.endswith("_bias") else (1, 4, 4), device="meta")
         disk = self._renamed(held)
         del held
-        blocks = find_blocks(disk) if experts else []
         names = {name for name, tensor in disk.items() if tensor.is_meta}
+        blocks = [b for b in find_blocks(disk) if any(full in names for full, _ in b.weights.values())]
         yield from ((name, tensor) for name, tensor in disk.items() if name not in names)
         for prefix, own in itertools.groupby(experts.values(), lambda value: value.name.rpartition(".")[0]):
-            yield from self._of_experts(prefix, list(own), [b for b in blocks if _holds(b, names)])
+            yield from self._of_experts(prefix, list(own), blocks)
 
     def _of_experts(self, prefix: str, values: list[Value], blocks: list[Block]) -> Iterator[tuple[str, Tensor]]:
         layouts = matching_layouts(blocks[0]) if len(blocks) == 1 else []
-        if self.expected is not None:
-            check_engine(self.layout, self.expected, prefix, [layout.name for layout in layouts])
+        names = [layout.name for layout in layouts]
+        if self.expected not in (None, *names):
+            raise ValueError(
+                f"iter_weights: {self.layout} reads experts of this architecture in the layout {self.expected!r}, but "
+                f"this version of transformers writes {prefix} as {names or 'an unknown layout'}"
+            )
         for value in values:
             tensor = value.read()
             _check_all_here(value.name, tensor, self.config)
@@ -121,13 +125,14 @@ class _Stream:
     def _of_layer(self, value: LayerValue) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of an `MoEFeedForward` layer."""
         layer: Any = value.layer
-        chosen = None
+        source, chosen = layer.checkpoint_source, None
         if self.layout != "huggingface":
-            chosen = engine_layout(self.layout, _model_type(layer, self.config))
+            config = self.config if source is None else read_config(source.config, source.layer)
+            chosen = engine_layout(self.layout, None if config is None else config.model_type)
         state = _LayerState(value.name, layer, self.reader.keep_quantized)
         is_kept = self.reader.keep_quantized and isinstance(layer.experts.w_up, QuantizedExperts)
         target = layout_to_write(layer, chosen, layer.experts.w_up if is_kept else None)
-        prefix = prefix_of(layer, f"{value.name}." if value.name else "")
+        prefix = source.prefix if source is not None else f"{value.name}." if value.name else ""
         check_names(prefix, target)
         yield from layer_tensors(layer, state, target, prefix)
 
@@ -153,7 +158,7 @@ def _per_expert(block: Block, layout: Layout, value: Value, tensor: Tensor) -> I
     """Yield the matrices, biases or scales of each expert as views of a parameter that holds all experts."""
     experts, leaf = value.experts, value.name.rpartition(".")[2]
     suffix = SCALES if leaf.endswith(SCALES) else ""
-    memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=layout.holds_biases)
+    memory = find_layout(_memory_layout(experts), gated=layout.gated, bias=False)
     held = next(key for key in memory.keys if key.name == f"experts.{leaf.removesuffix(suffix)}")
     if suffix and tensor.shape[1] % len(held.parts):
         raise ValueError(f"iter_weights: {value.name} must have scales of whole blocks of gate and of up")
@@ -215,16 +220,6 @@ class _LayerState(dict[str, Any]):
             tensor = own_memory(tensor, stored(weight))
             add_adapters(tensor, self.adapters, projection)
         return tensor
-
-
-def _model_type(layer: Any, config: Any) -> str | None:
-    if layer.checkpoint_source is not None:
-        return read_config(layer.checkpoint_source.config, layer.checkpoint_source.layer).model_type
-    return None if config is None else config.model_type
-
-
-def _holds(block: Block, names: set[str]) -> bool:
-    return any(full in names for full, _ in block.weights.values())
 
 
 def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:

@@ -92,7 +92,12 @@ class Reader(NamedTuple):
         for name, tensor in held.items():
             full, added = _join(path, name), changes.get(name, [])
             if id(tensor) in seen:
-                _check_tied(*seen[id(tensor)], full, added)
+                first, of_first = seen[id(tensor)]
+                if of_first != added:  # the weight is yielded once
+                    raise ValueError(
+                        f"iter_weights: tied weights must have the same adapters, got {first} and {full} with others; "
+                        "untie them"
+                    )
                 continue
             seen[id(tensor)] = full, added
             if name.endswith(SCALES) and name.removesuffix(SCALES) in held and not self.keep_quantized:
@@ -147,14 +152,6 @@ def _changed(name: str, read: Callable[[], Tensor], added: list[LowRank], expert
     if not added:
         return Value(name, read, experts)
     return Value(name, lambda: _add(name, own_memory(read(), held), added), experts)
-
-
-def _check_tied(first: str, of_first: list[LowRank], second: str, of_second: list[LowRank]) -> None:
-    """Raise ValueError unless two names of one weight have the same adapters, because the weight is yielded once."""
-    if of_first != of_second:
-        raise ValueError(
-            f"iter_weights: tied weights must have the same adapters, got {first} and {second} with others; untie them"
-        )
 
 
 def _join(path: str, name: str) -> str:

@@ -1,6 +1,5 @@
 import copy
 import importlib.machinery
-import importlib.util
 import json
 import re
 import shutil
@@ -127,10 +126,7 @@ def test_a_model_of_the_hub(num_files, tmp_path, monkeypatch):
 
 
 def test_a_name_of_the_hub_without_its_client(tmp_path, monkeypatch):
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "huggingface_hub" else find_spec(name)
-    )
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="install huggingface_hub, or download it: hf download org/model --local-dir"):
         MoEFeedForward.from_checkpoint("org/model")
     monkeypatch.chdir(tmp_path)

@@ -13,7 +13,7 @@ from moe_layers import (
     set_aux_loss_scale,
     update_selection_bias,
 )
-from moe_layers.balance import attachment
+from moe_layers.balance import losses
 from moe_layers.integrations.transformers import balance_routing
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
@@ -99,7 +99,7 @@ def test_losses_need_no_labels_and_scale(device):
 
 
 def test_float16_autocast_without_a_scale_warns(monkeypatch, device):
-    monkeypatch.setattr(attachment, "_warn_once", attachment._warn_once.__wrapped__)
+    monkeypatch.setattr(losses, "_warn_once", losses._warn_once.__wrapped__)
     model = enabled("qwen3_moe", device).train()
     balance_routing(model, BalanceLosses(z=0.1))
     tokens = draw_tokens(model)

@@ -23,7 +23,7 @@ from moe_layers import (
     save_routing,
     sequence_load_balancing_loss,
 )
-from moe_layers.routing.custom_assignment import slots_of_pairs
+from moe_layers.routing.assignment import slots_of_pairs
 
 from ..tiers import default_tier
 from .assignment_cases import SIZES, check_equals_dense, count_rows, dense, make_layer, make_x

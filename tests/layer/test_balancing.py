@@ -24,7 +24,7 @@ from moe_layers import (
     set_aux_loss_scale,
     update_selection_bias,
 )
-from moe_layers.balance import attachment
+from moe_layers.balance import losses
 
 from ..gpu import assert_never_waits
 from ..layers import moe_layer
@@ -126,7 +126,7 @@ def float16_step(layer, x):
 
 
 def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
-    monkeypatch.setattr(attachment, "_warn_once", functools.cache(attachment._warn_once.__wrapped__))
+    monkeypatch.setattr(losses, "_warn_once", functools.cache(losses._warn_once.__wrapped__))
     x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
     with pytest.warns(RuntimeWarning, match=r"A GradScaler scales the main loss alone: call set_aux_loss_scale\("):
         float16_step(layer, x)
@@ -135,7 +135,7 @@ def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
 
 def test_no_warning_where_nothing_is_scaled(device, monkeypatch):
     """A warning would be an error."""
-    monkeypatch.setattr(attachment, "_warn_once", functools.cache(attachment._warn_once.__wrapped__))
+    monkeypatch.setattr(losses, "_warn_once", functools.cache(losses._warn_once.__wrapped__))
     x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
     float16_step(copy.deepcopy(layer).eval(), x)
     float16_step(make_layer(device), x)

@@ -14,7 +14,7 @@ from moe_kernels import RouterSpec
 from moe_layers import ExpertParallel
 from moe_layers.experts import grouped
 from moe_layers.experts.dispatcher import LocalDispatcher
-from moe_layers.routing.slots import Slots
+from moe_layers.routing.result import Slots
 
 from ..processes import eight_gpus, gloo_group, make_test, on_cpu
 from ..tiers import slow

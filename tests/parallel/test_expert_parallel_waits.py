@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moe_layers import ExpertParallel, MoEFeedForward
-from moe_layers.routing.slots import Slots
+from moe_layers.routing.result import Slots
 
 from .expert_parallel_cases import D_FF, D_MODEL, NUM_EXPERTS, STYLES, TOP_K, CollectiveCounter
 

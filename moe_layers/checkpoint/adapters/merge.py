@@ -88,7 +88,7 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
     """Return all tensors of the merged checkpoint. Errors are raised here, before anything is written."""
     check_mergeable(loaded.config)
     experts, stacks = _expert_outputs(survey(files), loaded.layers)
-    linear = _by_stored_name(_linear_adapters(loaded), stacks)
+    linear = _linear_adapters(loaded, stacks)
     if twice := sorted(linear.keys() & experts.keys()):
         raise ValueError(f"lora: a weight must be changed by one adapter, got several of {first_three(twice)}")
     outputs = []
@@ -131,11 +131,12 @@ def _expert_outputs(
     return outputs, stacks
 
 
-def _linear_adapters(loaded: PeftAdapter) -> dict[str, _LinearAdapter]:
-    """Return the adapters of modules other than experts, by the name of the adapted weight [out, in] in PEFT's keys.
+def _linear_adapters(loaded: PeftAdapter, stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
+    """Return the adapters of modules other than experts, by the name of the adapted weight [out, in] on disk.
 
     Raises:
-        ValueError: a tensor is not a factor of a linear layer, or its rank differs from the configuration's.
+        ValueError: a tensor is not a factor of a linear layer, its rank differs from the configuration's, or two
+            adapters have one weight.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     others = []
@@ -151,10 +152,15 @@ def _linear_adapters(loaded: PeftAdapter) -> dict[str, _LinearAdapter]:
             f"lora: only lora_A and lora_B of experts and linear layers merge, got {first_three(others)}; "
             "PEFT's merge_and_unload merges all"
         )
-    return {
-        f"{module}.weight": _adapter(module, factors["A"], factors["B"], loaded.config)
-        for module, factors in modules.items()
-    }
+    found: dict[str, _LinearAdapter] = {}
+    for module, factors in modules.items():
+        name = f"{module.removeprefix(ROOT)}.weight"
+        stack = stack_of(name)
+        stored_name = stacks.get(stack, stack) + name.removeprefix(stack)
+        if stored_name in found:
+            raise ValueError(f"lora: {stored_name} must be changed by one adapter, got {module}.weight and another")
+        found[stored_name] = _adapter(module, factors["A"], factors["B"], loaded.config)
+    return found
 
 
 def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
@@ -167,19 +173,6 @@ def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
             f"got {list(a.shape)} and {list(b.shape)}"
         )
     return _LinearAdapter(a, b, scale)
-
-
-def _by_stored_name(adapters: dict[str, _LinearAdapter], stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
-    """Rename the adapted weights: replace the name of each stack of layers by the stack's name on disk."""
-    found: dict[str, _LinearAdapter] = {}
-    for key, adapter in adapters.items():
-        name = key.removeprefix(ROOT)
-        stack = stack_of(name)
-        stored_name = stacks.get(stack, stack) + name.removeprefix(stack)
-        if stored_name in found:
-            raise ValueError(f"lora: {stored_name} must be changed by one adapter, got {key} and another")
-        found[stored_name] = adapter
-    return found
 
 
 def _merged_linear(stored: Stored, adapter: _LinearAdapter) -> Output:

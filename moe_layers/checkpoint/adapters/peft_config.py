@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
-
-Number = TypeVar("Number", int, float)
+from typing import Any
 
 # Settings that change the meaning of lora_A and lora_B in PEFT's files, or that need further tensors.
 _VARIANTS = (
@@ -59,7 +57,7 @@ def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
     return rank, alpha / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _of_pattern(config: dict, kind: str, name: str, default: Number) -> Number:
+def _of_pattern(config: dict, kind: str, name: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the end of a name, as PEFT does, else `default`."""
     patterns = config.get(kind) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

@@ -99,10 +99,6 @@ class CheckpointFiles:
         while self._raw:
             self._raw.popitem()[1].close()
 
-    @property
-    def num_files(self) -> int:
-        return len(set(self.file_of.values()))
-
     def info(self, name: str) -> TensorInfo:
         entry = self._entry(name)
         if entry.dtype not in DTYPES:

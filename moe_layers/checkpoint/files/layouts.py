@@ -87,17 +87,6 @@ class Key:
             return matrix
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
-    def has_ambiguous_scales(self, shape: tuple[int, ...], block: tuple[int, int]) -> bool:
-        """Return whether the shape of the scales cannot tell if a block of `b` rows has both gate and up rows.
-
-        For n gate rows: n % b > 0, and ceil(2n / b) == 2 ceil(n / b): as many scales with this block as without.
-        """
-        if len(self.parts) == 1 or self.interleaved:
-            return False
-        axis = -1 if self.transposed else -2
-        size, step = shape[axis] // len(self.parts), block[axis]
-        return size % step > 0 and -(-2 * size // step) == 2 * -(-size // step)
-
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
         """Return the range of the tensor's first axis that holds an expert, or None if the tensor holds one expert."""
         if self.per_expert:
@@ -159,10 +148,6 @@ class Layout:
 
     def select(self, *, bias: bool) -> tuple[Key, ...]:
         return tuple(key for key in self.keys if bias or not key.bias)
-
-    @property
-    def holds_biases(self) -> bool:
-        return any(key.bias for key in self.keys)
 
 
 def _separate(gate: str, up: str, down: str, *, bias: bool = True) -> tuple[Key, ...]:
@@ -252,7 +237,7 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
         raise ValueError(f"checkpoint: layout must be one of {names}, got {name!r}")
     for layout in writable:
         if layout.name == name and layout.gated == gated:
-            if bias and not layout.holds_biases:
+            if bias and not any(key.bias for key in layout.keys):
                 raise ValueError(f"checkpoint: layout {name!r} has no tensors for the biases of the experts")
             return layout
     raise ValueError(f"checkpoint: layout {name!r} has no tensors for {'gated' if gated else 'plain'} experts")

@@ -55,8 +55,6 @@ class Stored:
         if self.encoding == "plain":
             return numbers
         (scales,) = others
-        if self.encoding == "float4":
-            return dequantize_float4(numbers, scales, self.name)
         if self.encoding == "float8":
             return dequantize_float8(numbers, scales, self.block, self.name)
         return dequantize_mxfp4(numbers, scales, self.name)
@@ -196,8 +194,8 @@ def dequantize_float8(
 
 
 def dequantize_mxfp4(
-    blocks: Tensor,  # [..., N, K / 32, 16] uint8
-    scales: Tensor,  # [..., N, K / 32] uint8
+    blocks: Tensor,  # [..., N, K / 32, 16] uint8, or packed float4 [..., N, K / 2] int8
+    scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
     """Look up every 4-bit number and multiply it by the power of two of its group of 32. The result is exact.
@@ -205,16 +203,9 @@ def dequantize_mxfp4(
     Raises:
         ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.
     """
+    if blocks.dtype == torch.int8:
+        blocks = blocks.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
+    scales = scales.view(torch.uint8)
     if (scales == _E8M0_NAN).any():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got the NaN of e8m0 (255)")
     return decode_mxfp4(blocks, scales)
-
-
-def dequantize_float4(
-    packed: Tensor,  # [..., N, K / 2] int8
-    scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
-    name: str,
-) -> Tensor:  # [..., N, K] float32
-    """Dequantise packed float4 as `dequantize_mxfp4` dequantises blocks, with the same errors."""
-    blocks = packed.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
-    return dequantize_mxfp4(blocks, scales.view(torch.uint8), name)

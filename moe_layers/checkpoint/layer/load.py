@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +18,7 @@ from ...architectures import RECORD, ModelConfig, read_config
 from ...checks import first_three, whole_state
 from ...config import MoEConfig
 from ...experts.stored import QuantizedExperts
-from ..files.directory import CONFIG, CheckpointFiles, prefer_huge_pages, read_json
-from ..files.hub import HubModel
+from ..files.directory import CONFIG, INDEX, SINGLE, CheckpointFiles, prefer_huge_pages, read_json
 from ..files.layouts import Sizes, copy_expert, published_layouts
 from ..files.quantization_config import float8_block
 from ..files.recognition import select_block
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # at run time, this import would take half as long as importi
     from ...parallel.expert_parallel import ExpertParallel
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -114,7 +116,8 @@ def load_layer(
         device = mesh.device_type  # where parallelize_module puts the experts
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
-    hub = HubModel.named(directory)
+    is_hub_name = isinstance(directory, str) and _HUB_NAME.fullmatch(directory) and not os.path.exists(directory)
+    hub = _HubModel(str(directory)) if is_hub_name else None
     with CheckpointFiles(directory if hub is None else hub.download_names()) as files:
         values = read_json(files.directory / CONFIG)
         block = select_block(files, layer)
@@ -156,7 +159,37 @@ def load_layer(
     return (module, report) if return_report else module
 
 
-def _require(tensors: list[str], files: CheckpointFiles, hub: HubModel | None) -> None:
+class _HubModel:
+    """A model of the Hugging Face Hub by its name, "org/model". `download` returns the folder of the local cache."""
+
+    def __init__(self, name: str):
+        self.name = name
+        self._commit: str | None = None  # all files come from one commit
+
+    def download_names(self) -> Path:
+        """Download the configuration and the index of the tensors. A model without an index consists of one file."""
+        folder = self.download((CONFIG, INDEX))
+        return folder if (folder / INDEX).is_file() else self.download((SINGLE,))
+
+    def download(self, files: Iterable[str]) -> Path:
+        """Download those of the files that the model has. Return the folder of the local cache."""
+        missing = f"from_checkpoint: there is no directory {self.name}"
+        try:
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))
+        except ImportError as error:
+            raise ValueError(
+                f"{missing}. To read a model of this name from the Hugging Face Hub, install huggingface_hub, or "
+                f"download it: hf download {self.name} --local-dir DIR"
+            ) from error
+        except (OSError, ValueError) as error:  # a failed connection, an invalid name
+            raise ValueError(f"{missing}, and the Hugging Face Hub gives no such model: {error}") from error
+        self._commit = folder.name  # the cache has one folder for each commit
+        return folder
+
+
+def _require(tensors: list[str], files: CheckpointFiles, hub: _HubModel | None) -> None:
     """Download the files that hold these tensors, and check that the files exist. Skip names in no file."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:

@@ -111,14 +111,15 @@ class Planner:
                 number of experts in the configuration differs from that of the tensors.
         """
         sizes = Sizes.of(config)
-        stacked = {name: info.shape for name in self.block.weights if (info := self._stacked(name)) is not None}
+        # Shapes of the weights that hold all experts. `_fill` reports their problems.
+        described = {name: self._describe(name, []) for name in self.block.weights if name in _STACKED}
+        stacked = {name: held.shape for name, held in described.items() if held is not None}
         layout = choose_layout(
             self.block, stacked, sizes, gated=config.is_gated, published=published, recorded=recorded
         )
         self._check_num_experts(config, stacked)
         plan = Plan(layout, sizes)
-        self._plan_experts(plan, config, experts)
-        self._skip_zero_experts(plan, config)
+        self._plan_experts(plan, config, experts, stacked)
         self._plan_shared_expert(plan, config)
         for parameter, shape in shapes.items():
             if parameter in OTHER_NAMES:
@@ -136,7 +137,7 @@ class Planner:
     def _check_num_experts(self, config: MoEConfig, stacked: Shapes) -> None:
         """Raise ValueError if the router and the experts agree on a number of experts that differs from `config`'s."""
         name = next((name for name in OTHER_NAMES["router.weight"] if name in self.block.weights), None)
-        router = None if name is None else self._describe(name)
+        router = None if name is None else self._describe(name, self.problems)
         if router is None or len(router.shape) != 2:
             return
         numbers, rows = self.block.expert_numbers(), router.shape[0]
@@ -148,27 +149,17 @@ class Planner:
                 f"{rows}: {router.name} is {router.shape}"
             )
 
-    def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range) -> None:
+    def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range, stacked: Shapes) -> None:
+        """Plan the experts. Skip the rows or tensors that transformers may write for zero experts, which use none."""
+        with_zero_experts = replace(plan.sizes, num_experts=config.num_experts + config.num_zero_experts)
         for key in plan.layout.select(bias=config.bias):
-            for number, name in key.names(config.num_experts):
-                if number is not None and number not in experts:
-                    self._skip(plan, name)
-                    continue
-                held = experts if number is None else range(number, number + 1)
-                shape = self._shape_of_experts(name, key, plan.sizes, config.num_zero_experts)
-                self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
-
-    def _shape_of_experts(self, name: str, key: Key, sizes: Sizes, num_zero_experts: int) -> tuple[int, ...]:
-        """Return a tensor's expected shape, including the unused rows that transformers may add for zero experts."""
-        with_zero_experts = key.shape(replace(sizes, num_experts=sizes.num_experts + num_zero_experts))
-        stored = self._stacked(name) if name in self.block.weights else None
-        return with_zero_experts if stored and stored.shape == with_zero_experts else key.shape(sizes)
-
-    def _skip_zero_experts(self, plan: Plan, config: MoEConfig) -> None:
-        """Skip the weights that transformers writes for zero experts: these return their token and use no weights."""
-        for key in plan.layout.select(bias=config.bias) if config.num_zero_experts else ():
-            for number in range(config.num_experts, config.num_experts + config.num_zero_experts):
-                if key.per_expert and (name := key.name_of(number)) in self.unused:
+            for number, name in key.names(with_zero_experts.num_experts):
+                if number is None or number in experts:
+                    held = experts if number is None else range(number, number + 1)
+                    longer = stacked.get(name) == key.shape(with_zero_experts)
+                    shape = key.shape(with_zero_experts if longer else plan.sizes)
+                    self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
+                elif number < config.num_experts or name in self.unused:
                     self._skip(plan, name)
 
     def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:
@@ -197,7 +188,7 @@ class Planner:
             self.problems.append(f"missing: {self._full(name)} {shape}")
             return
         self.unused.pop(name, None)
-        stored = self._describe(name)
+        stored = self._describe(name, self.problems)
         if stored is None:
             return
         actual = stored.shape if key is not None else _without_leading_one(stored.shape)
@@ -222,16 +213,8 @@ class Planner:
         del self.unused[name]
         plan.others.extend(self.block.weights[name][1][1])
 
-    def _describe(self, name: str) -> Stored | None:
-        full, group = self.block.weights[name]
-        return describe(self.files, full, group, self.float8_block, self.problems)
-
-    def _stacked(self, name: str) -> Stored | None:
-        """Return a weight if it holds all experts, else None. Problems of the weight are reported later, by `_fill`."""
-        if name not in _STACKED:
-            return None
-        full, group = self.block.weights[name]
-        return describe(self.files, full, group, self.float8_block, [])
+    def _describe(self, name: str, problems: list[str]) -> Stored | None:
+        return describe(self.files, *self.block.weights[name], self.float8_block, problems)
 
     def _full(self, name: str) -> str:
         if name in self.block.weights:
@@ -246,8 +229,15 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return an error text if float8 scales are ambiguous, else None. See `Key.has_ambiguous_scales`."""
-    if stored.encoding != "float8" or not key.has_ambiguous_scales(stored.shape, stored.block):
+    """Return an error text if the number of float8 scales does not tell whether a block has both gate and up rows.
+
+    For n gate rows and blocks of b rows: n % b > 0, and ceil(2n / b) == 2 ceil(n / b).
+    """
+    if stored.encoding != "float8" or len(key.parts) == 1 or key.interleaved:
+        return None
+    axis = -1 if key.transposed else -2
+    size, step = stored.shape[axis] // len(key.parts), stored.block[axis]
+    if size % step == 0 or -(-2 * size // step) != 2 * -(-size // step):
         return None
     return (
         f"ambiguous: the scales of {stored.name} {stored.shape} may be of gate and up together or of each, "

@@ -58,7 +58,7 @@ def save_layer(
     if module.experts.lora is not None:
         names = first_three(map(repr, sorted(module.experts.lora)))
         raise ValueError(f"save_checkpoint: merge_lora or remove_lora must come first, got adapters [{names}]")
-    prefix = prefix_of(module)
+    prefix = "model.layers.0.mlp." if source is None else source.prefix
     check_names(prefix, target)
     writer = ShardWriter(directory, max_shard_bytes)
     state: dict[str, Tensor | QuantizedExperts] = dict(module.state_dict())
@@ -93,40 +93,15 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
     return target
 
 
-def prefix_of(module: Any, default: str = "model.layers.0.mlp.") -> str:
-    """Return the prefix of the layer's tensors: the prefix of its source, or a default."""
-    source: CheckpointSource | None = module.checkpoint_source
-    return source.prefix if source is not None else default
-
-
-def layer_tensors(
-    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
-) -> Iterator[tuple[str, Tensor]]:
+def layer_tensors(module: Any, state: Mapping[str, Any], target: Layout, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a layer under the names of a checkpoint, contiguous, one at a time.
 
     Args:
         state: the state dict of the layer with whole tensors, in which experts' weights may be quantised.
         target: the layout to write.
     """
+    config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
-    yield from _others(state, source, prefix)
-    yield from _shared_expert(state, source, prefix, module.config)
-    yield from _experts(module, state, target, prefix)
-
-
-def _check_holds_all(module: Any, num_experts: int) -> None:
-    experts = module.experts
-    if experts.num_experts != num_experts:
-        raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")
-    if experts.local_share is not None or is_dtensor(stored(experts.w_up)):
-        raise ValueError(
-            "save_checkpoint: the layer must hold all experts, got experts sharded over ranks; load their full state "
-            "dict (torch.distributed.checkpoint.state_dict) into a layer on one rank"
-        )
-
-
-def _others(state: Mapping[str, Any], source: CheckpointSource | None, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors except the matrices of the experts and of the shared expert."""
     for parameter in OTHER_NAMES:
         if parameter in state:
             tensor = state[parameter].contiguous()
@@ -134,25 +109,12 @@ def _others(state: Mapping[str, Any], source: CheckpointSource | None, prefix: s
                 yield prefix + OTHER_NAMES[parameter][0], tensor
             else:
                 yield source.names[parameter], tensor.reshape(source.shapes[parameter])
-
-
-def _shared_expert(
-    state: Mapping[str, Any], source: CheckpointSource | None, prefix: str, config: MoEConfig
-) -> Iterator[tuple[str, Tensor]]:
-    if config.shared_d_ff is None:
-        return
-    gated = config.shared_is_gated
-    own = (replace(key, name=prefix + key.name) for key in shared_keys(gated=gated)[0])
-    for key in own if source is None else source.shared:
-        stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
-        yield key.name, _expert_tensor(key, stack_of_one, None, gated)[0]
-
-
-def _experts(
-    module: Any, state: Mapping[str, Tensor | QuantizedExperts], target: Layout, prefix: str
-) -> Iterator[tuple[str, Tensor]]:
-    config: MoEConfig = module.config
-    source: CheckpointSource | None = module.checkpoint_source
+    if config.shared_d_ff is not None:
+        gated = config.shared_is_gated
+        own = (replace(key, name=prefix + key.name) for key in shared_keys(gated=gated)[0])
+        for key in own if source is None else source.shared:
+            stack_of_one = state[f"shared_expert.{key.parameter}"].unsqueeze(0)
+            yield key.name, _expert_tensor(key, stack_of_one, None, gated)[0]
     for key in target.select(bias=config.bias):
         weight = state[f"experts.{key.parameter}"]
         dotted = key.per_expert and source is not None and source.dotted_scales
@@ -167,6 +129,17 @@ def _experts(
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
         del weight  # free this weight before the next one is read
+
+
+def _check_holds_all(module: Any, num_experts: int) -> None:
+    experts = module.experts
+    if experts.num_experts != num_experts:
+        raise ValueError(f"save_checkpoint: the layer must hold all {num_experts} experts, got {experts.num_experts}")
+    if experts.local_share is not None or is_dtensor(stored(experts.w_up)):
+        raise ValueError(
+            "save_checkpoint: the layer must hold all experts, got experts sharded over ranks; load their full state "
+            "dict (torch.distributed.checkpoint.state_dict) into a layer on one rank"
+        )
 
 
 @torch.no_grad()

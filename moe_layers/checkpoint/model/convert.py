@@ -32,10 +32,6 @@ class Output:
     dtype: torch.dtype
     make: Callable[[CheckpointFiles], Tensor]
 
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
 
 def convert(
     source: str | os.PathLike[str],
@@ -208,7 +204,7 @@ def write_model(
 ) -> None:
     """Write a model: the outputs, its configuration, and the source's tokenizer and other small files."""
     for output in progress(outputs):
-        writer.make_room(output.num_bytes)
+        writer.make_room(torch.Size(output.shape).numel() * output.dtype.itemsize)
         writer.add(output.name, output.make(files))
     writer.finish(config)
     for path in sorted(files.directory.iterdir()):

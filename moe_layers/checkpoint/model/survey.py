@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from ...architectures import ARCHITECTURES, RECORD, ModelConfig, read_config
 from ..files.blocks import ROUTER_WEIGHT, Block, find_blocks, matching_layouts
 from ..files.directory import CONFIG, CheckpointFiles, read_json
@@ -38,14 +36,6 @@ class BlockSurvey:
     config: ModelConfig
     num_bytes: int
     wrong: tuple[str, ...]
-
-    @property
-    def dtypes(self) -> set[torch.dtype]:
-        return {stored.dtype for stored in self.experts.values()}
-
-    @property
-    def encodings(self) -> set[str]:
-        return {stored.encoding for stored in self.experts.values()}
 
 
 def survey(files: CheckpointFiles) -> list[BlockSurvey]:

@@ -107,9 +107,6 @@ class _State:
     models: list[nn.Module]  # transformers models, which may have `peft_config`
     adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked, by adapter
 
-    def check_targets(self) -> None:
-        warn_of_missed_targets(self.models, self.experts, self.adapters)
-
     def __post_init__(self) -> None:
         _STATES.add(self)
 
@@ -179,7 +176,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         for config in configs:
             # Set the private attribute: the public setters also change the configurations of parts without experts.
             config._experts_implementation_internal = NAME
-        state.check_targets()
+        warn_of_missed_targets(state.models, state.experts, state.adapters)
     except BaseException:  # also Ctrl-C
         _restore(model, state)
         raise
@@ -190,7 +187,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 def _check_new_targets(holder: nn.Module) -> None:
     for state in list(_STATES):
         if any(place.holder is holder for place in state.places[:1]):
-            state.check_targets()
+            warn_of_missed_targets(state.models, state.experts, state.adapters)
 
 
 def _check_targets(holder: nn.Module, *_: object) -> None:

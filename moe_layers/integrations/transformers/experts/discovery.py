@@ -23,7 +23,6 @@ from .replaced_forwards import has_other_forward
 
 # Naming pattern of transformers' classes that hold routed experts.
 _NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
-_SHARED_EXPERTS = re.compile(r"SharedExpert")
 
 
 @dataclass(frozen=True)
@@ -124,6 +123,6 @@ def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():
         kind = type_before_parametrizations(module).__name__
-        looks_alike = _NAMED_EXPERTS.search(kind) and not _SHARED_EXPERTS.search(kind)
+        looks_alike = _NAMED_EXPERTS.search(kind) and "SharedExpert" not in kind
         if looks_alike and module not in inside and known.isdisjoint(module.modules()):
             yield f"{kind} ({REFUSED[kind]})" if kind in REFUSED else kind

@@ -7,7 +7,7 @@ still apply. The annotation of transformers' modules is `Any`, because each clas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -27,39 +27,29 @@ class _FlatSpec(ExpertsSpec):
     """DBRX: `mlp.w1` (gate), `v1` (up) and `w2` (down, transposed) are [E * F, D]."""
 
     copies: ClassVar[bool] = True  # `w_up` concatenates the gate and up tensors
-    num_experts: int = 0
-
-    @property
-    def adaptable(self) -> tuple[str, ...]:
-        return ()
-
-    readable = adaptable
-
-    def of_rank(self, num_ranks: int) -> ExpertsSpec:
-        return replace(self, num_experts=self.num_experts // num_ranks)
+    adaptable: ClassVar[tuple[str, ...]] = ()
+    readable: ClassVar[tuple[str, ...]] = ()
+    d_ff: int = 0
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return experts.mlp.w1, experts.mlp.v1
 
     def w_up(self, *parameters: Any) -> Weight:
-        return torch.cat([part.unflatten(0, (self.num_experts, -1)) for part in parameters], 1)
+        return torch.cat([part.unflatten(0, (-1, self.d_ff)) for part in parameters], 1)
 
     def stored_down(self, experts: Any) -> Weight:
         return experts.mlp.w2
 
     def w_down(self, experts: Any) -> Weight:
-        return experts.mlp.w2.unflatten(0, (self.num_experts, -1)).transpose(1, 2)
+        return experts.mlp.w2.unflatten(0, (-1, self.d_ff)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
 class _FirstSpec(ExpertsSpec):
     """LongCat: the up-projection holds the experts' matrices, then unused matrices for the zero experts."""
 
+    readable: ClassVar[tuple[str, ...]] = ()
     num_experts: int = 0
-
-    @property
-    def readable(self) -> tuple[str, ...]:
-        return ()
 
     def w_up(self, *parameters: Any) -> Weight:
         (stored,) = parameters
@@ -75,9 +65,7 @@ class _FirstSpec(ExpertsSpec):
 class _LinearsSpec(ExpertsSpec):
     """JetMoE: the block holds the weights as `input_linear.weight` and `output_linear.weight`."""
 
-    @property
-    def adaptable(self) -> tuple[str, ...]:
-        return ()
+    adaptable: ClassVar[tuple[str, ...]] = ()
 
     def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
         return {f"{name}.weight": getattr(experts, name).weight for name in ("input_linear", "output_linear")}
@@ -87,9 +75,6 @@ class _LinearsSpec(ExpertsSpec):
 
     def stored_down(self, experts: Any) -> Weight:
         return _weight_of(experts, "output_linear")
-
-    def w_down(self, experts: Any) -> Weight:
-        return self.stored_down(experts)
 
 
 def _weight_of(experts: Any, name: str) -> Weight:
@@ -163,7 +148,7 @@ def _swiglu_like(experts: Any, act_fn: Callable[[Tensor], Tensor]) -> Activation
 
 def _dbrx(experts: Any, implementation: str | None) -> ExpertsSpec:
     activation = _swiglu_like(experts, experts.mlp.activation_fn)
-    return _FlatSpec(activation, implementation, num_experts=experts.num_experts)
+    return _FlatSpec(activation, implementation, d_ff=experts.mlp.ffn_hidden_size)
 
 
 def _longcat(experts: Any, implementation: str | None) -> ExpertsSpec:

@@ -86,10 +86,6 @@ class ExpertsSpec:
         every = chain(experts.named_parameters(), experts.named_buffers())
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
-    def of_rank(self, num_ranks: int) -> ExpertsSpec:
-        """Return the spec for one rank's experts if `num_ranks` ranks share them."""
-        return self
-
     def held(self, experts: Any) -> Iterable[Weight]:
         """Return the weights to check at the first call. Reading by attribute would let PEFT cache values."""
         return dict(experts.named_parameters(recurse=False)).values()

@@ -18,16 +18,14 @@ from torch.overrides import TorchFunctionMode
 
 from moe_kernels.runtime.pytorch import disable_dynamo, is_in_backward
 
-from ....balance.attachment import warn_without_scale
 from ....balance.balancing import BalanceLosses, global_expert_counts
-from ....balance.losses import attach_loss
+from ....balance.losses import attach_loss, warn_without_scale
 from ....balance.routing_statistics import RoutingObserver
 from ....input import TokenInfo
 from ....routing.model_routers import ReplayedChoice
-from ....routing.result import LayerRouting
-from ....routing.slots import Slots, layer_routing
+from ....routing.result import LayerRouting, Slots, layer_routing
 from ..experts.experts_forward import ATTRIBUTE
-from .model_forward import ModelForward, current_forward
+from .model_forward import ModelForward, check_single_loss, current_forward
 
 # Routers that return probabilities, whose logarithms are logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
@@ -260,7 +258,7 @@ class HookedRouter:
     def _loss(self, routing: LayerRouting, forward: ModelForward | None) -> Tensor:
         losses, counts = self.balance_losses, None
         if forward is not None:
-            forward.check_single_loss()
+            check_single_loss(forward.owner, forward.arguments)
         if losses.global_batch:
             # A recomputation reuses the counts, so it does not communicate again.
             kept = {} if forward is None else forward.global_counts

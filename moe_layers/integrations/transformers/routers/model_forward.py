@@ -33,7 +33,7 @@ class ModelForward:
 
     def __init__(self, owner: nn.Module, arguments: dict[str, Any]):
         self.owner = owner
-        self._arguments = {name: arguments.get(name) for name in _KEPT}
+        self.arguments = {name: arguments.get(name) for name in _KEPT}
         self.choices: dict[Any, ReplayedChoice] = {}  # HookedRouter -> replayed choice
         self.global_counts: dict[Any, Tensor] = {}  # HookedRouter -> counts of a global batch, [E] int64
         self.routers: list[Any] = []  # the HookedRouters that ran
@@ -70,11 +70,11 @@ class ModelForward:
     def sequence_lengths(self, num_tokens: int, device: torch.device) -> Tensor | int | None:
         """Return the lengths [N] of packed sequences on a layer's device. If none are packed, return one length for all
         sequences, or None if the batch size is unknown."""
-        boundaries = self._arguments.get("cu_seq_lens_q")
+        boundaries = self.arguments.get("cu_seq_lens_q")
         if boundaries is not None:
             return torch.diff(boundaries).to(device)
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
-        positions = self._arguments.get("position_ids")
+        positions = self.arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
             # Each packed sequence starts at position 0, but the first may continue a sequence of another forward.
             is_start = positions[0] == 0
@@ -82,10 +82,6 @@ class ModelForward:
             starts = is_start.nonzero().flatten()  # host synchronisation for the number of sequences
             return torch.diff(starts, append=starts.new_full((1,), num_tokens)).to(device)
         return num_tokens // batch if batch else None
-
-    def check_single_loss(self) -> None:
-        """Raise ValueError if this forward also adds transformers' own balancing loss."""
-        check_single_loss(self.owner, self._arguments)
 
     def recompute(self, gradient: Tensor) -> None:
         """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls this method."""

@@ -15,7 +15,7 @@ from ....parallel.collectives import Ranks
 from ....parallel.expert_parallel import ExpertParallel
 from ....parallel.rank_dispatcher import RankDispatcher, scale_gradient
 from ....routing.activation_checkpointing import kept_choice
-from ....routing.slots import Slots
+from ....routing.result import Slots
 from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_of, compute_module, stored_pair
 
 

@@ -141,7 +141,6 @@ def shard_experts(
             sharded = _replace(part.experts, name, tensor, mesh, part.share)
             bytes_of["kept"] += sharded.to_local().nbytes
             bytes_of["freed"] += tensor.nbytes - sharded.to_local().nbytes
-        setattr(part.experts, ATTRIBUTE, part.spec.of_rank(mesh.size()))
         setattr(part.experts, SHARING, sharing)
     watch_wrappers()
     shared = {part.experts for part in parts}
@@ -164,11 +163,6 @@ def group_of(op: str, mesh: DeviceMesh) -> ProcessGroup:
     check_kind(op, "mesh", mesh, DeviceMesh)
     expert_share(op, mesh, mesh.size())
     return mesh.get_group()
-
-
-def sharded_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the experts modules that ranks share, by name in `model`."""
-    return {name: module for name, module in model.named_modules() if SHARING in vars(module)}
 
 
 def ignore_in_ddp(model: nn.Module) -> None:

@@ -31,7 +31,8 @@ from ....checks import check_kind, first_three
 from ....parallel.collectives import full_tensor
 from ....parallel.meeting import SECONDS, agree, meet, together
 from ..enabling import enable, transformers_has
-from .shard_model import group_of, shard_experts, sharded_experts
+from ..experts.experts_forward import SHARING
+from .shard_model import group_of, shard_experts
 
 _READ, _SAVE = "reading_shares", "save_sharded"
 _LOAD = "_load_pretrained_model"  # PreTrainedModel's method that reads weights into a model on the meta device
@@ -166,7 +167,7 @@ def save_sharded(
 def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return parameters, buffers and metadata of the files, or raise ValueError if the model cannot be saved."""
     check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
-    if not sharded_experts(model):
+    if not any(SHARING in vars(module) for module in model.modules()):
         raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
     quantizer = getattr(model, "hf_quantizer", None)
     state, metadata = (model.state_dict(), {}) if quantizer is None else quantizer.get_state_dict_and_metadata(model)
