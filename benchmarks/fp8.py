@@ -86,8 +86,8 @@ PRODUCTS = ("up", "down", "down_dgrad", "up_dgrad")
 
 
 def fp8_arguments(a: Tensor, weight: Tensor, permutation: Permutation, index: Tensor | None) -> Any:
-    scaled, (form, _) = launch_quantize_rows(a), launch_quantize_weight(weight, transposed=False)
-    assert form is not None
+    scaled, form = launch_quantize_rows(a), launch_quantize_weight(weight, transposed=False)
+    assert form.values is not None and form.scales is not None
     out = a.new_empty(len(permutation.row_to_token), weight.shape[1])
     scales = scaled.scales, form.scales.mT
     table = {"tile_table": permutation.tile_table, "zero_tail": False}

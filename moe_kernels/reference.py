@@ -45,6 +45,7 @@ def selection_keys(
     spec: RouterSpec,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
+    """Return the keys by which a router ranks experts: logits or scores, plus bias, and -inf in excluded groups."""
     logits = logits.detach()
     if spec.sparsemixer_jitter is not None:
         return _rankable(logits)
@@ -324,18 +325,6 @@ def _clamp(x: Tensor, limit: float) -> Tensor:
     return torch.where(x < -limit, -limit, _at_most(x, limit))
 
 
-def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return functional.silu(_at_most(gate, limit)) * _clamp(up, limit)
-
-
-def _swiglu_clamped_after(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return _at_most(functional.silu(gate), limit) * _clamp(up, limit)
-
-
-def _clamped_geglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    return functional.gelu(_at_most(gate, limit)) * _clamp(up, limit)
-
-
 def _softcapped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
 
@@ -351,9 +340,9 @@ _ACTIVATIONS = {
     "geglu": lambda gate, up: functional.gelu(gate) * up,
     "geglu_tanh": lambda gate, up: _gelu_tanh(gate) * up,
     "reglu": lambda gate, up: functional.relu(gate) * up,
-    "clamped_swiglu": _clamped_swiglu,
-    "swiglu_clamped_after": _swiglu_clamped_after,
-    "clamped_geglu": _clamped_geglu,
+    "clamped_swiglu": lambda gate, up, limit: functional.silu(_at_most(gate, limit)) * _clamp(up, limit),
+    "swiglu_clamped_after": lambda gate, up, limit: _at_most(functional.silu(gate), limit) * _clamp(up, limit),
+    "clamped_geglu": lambda gate, up, limit: functional.gelu(_at_most(gate, limit)) * _clamp(up, limit),
     "softcapped_swiglu": _softcapped_swiglu,
     "gpt_oss": _gpt_oss,
     "relu_squared": lambda x: functional.relu(x).square(),

@@ -76,7 +76,7 @@ from ..gemm.kernel import device_cc
 from ..permutation.sort import BLOCK_ROWS, SortedSlots, check_num_experts
 from ..quantization.fp8_rows import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
-from ..routing.linear_op import linear_routing_op, needed_of_router, routing_gradients_op
+from ..routing.linear_op import RouterNeeds, linear_routing_op, routing_gradients_op
 from ..runtime.registered_ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
 from ..runtime.row_layout import empty_rows
@@ -310,12 +310,12 @@ def _router_gradients(
     router."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
-    needs = needed_of_router(needed - {"tokens"} if operands.fuses_router_gradient() else needed)
+    needs = RouterNeeds.of(needed - {"tokens"} if operands.fuses_router_gradient() else needed)
     if not any(needs):
         return {}
     choice = topk_weights, topk_experts
-    dtokens = dtokens if needs[0] else None
-    made = routing_gradients_op(operands.tokens, router, *choice, dtopk_weights, None, dtokens, *needs)
+    dtokens = dtokens if needs.needs_tokens else None
+    made = routing_gradients_op(operands.tokens, router, *choice, dtopk_weights, None, dtokens, needs)
     gradients: dict[str, Tensor | None] = {"w_router": made.w_router, "logit_bias": made.logit_bias}
     return gradients if made.tokens is None else gradients | {"tokens": made.tokens}
 

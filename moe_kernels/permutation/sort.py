@@ -111,15 +111,6 @@ def _(offsets, slot_to_row, row_to_token, max_rows, block_rows):
     return torch.empty_like(offsets), torch.empty_like(slot_to_row), rows, *table[:4]
 
 
-def _sort_block(num_experts: int) -> tuple[int, int]:
-    """Return (slots that one program counts and places, warps that place them).
-
-    One warp sorts and scans without shared memory or barriers. Each program writes E counts, so with many
-    experts fewer and larger programs are faster.
-    """
-    return (256, 1) if num_experts <= 128 else (512, 4)
-
-
 @registered_op("sort_by_expert")
 def _sort_op(
     topk_experts: Tensor, num_experts: int, block_rows: int
@@ -183,19 +174,10 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     if num_slots <= _FEW_SLOTS:
         grid = (table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
-    else:
-        _count_and_place(topk_experts, results, sizes, constants, table_programs)
-
-
-def _count_and_place(
-    topk_experts: Tensor,  # [T, K]
-    results: tuple[Tensor, ...],
-    sizes: tuple[int, int, int, int],
-    constants: dict[str, int],
-    table_programs: int,
-) -> None:
-    num_slots, _, num_experts, _ = sizes
-    block_slots, num_place_warps = _sort_block(num_experts)
+        return
+    # One warp sorts and scans without shared memory or barriers. Each program writes E counts, so with many experts
+    # fewer and larger programs are faster.
+    block_slots, num_place_warps = (256, 1) if num_experts <= 128 else (512, 4)
     num_blocks = cdiv(num_slots, block_slots)
     # `counts` first holds each block's slots per expert. The scan replaces them by the numbers in earlier blocks.
     counts = topk_experts.new_empty(num_blocks, num_experts)
@@ -204,18 +186,8 @@ def _count_and_place(
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
     launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
-    launch_kernel(
-        _place_kernel,
-        (table_programs + num_blocks,),
-        topk_experts,
-        counts,
-        totals,
-        *results,
-        *sizes,
-        BLOCK=block_slots,
-        **constants,
-        num_warps=num_place_warps,
-    )
+    grid, options = (table_programs + num_blocks,), {"BLOCK": block_slots, "num_warps": num_place_warps, **constants}
+    launch_kernel(_place_kernel, grid, topk_experts, counts, totals, *results, *sizes, **options)
 
 
 @_sort_op.register_fake

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ..reference_fp8 import dequantize_blocks
 from ..types import QuantizedWeight
 
 _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
@@ -30,36 +31,20 @@ _SUBNORMAL = 1 << 22  # the bits of the subnormal float32 number 2 ** -127
 ONE_127TH = 0.00787401574803149  # 1 / 127 with the digits that bitsandbytes writes
 
 
-def decode_scales(scales: Tensor) -> Tensor:  # float32
-    """Return scales of any dtype as float32. Scales of dtype uint8 are e8m0 exponents."""
+def decode_scales(scales: Tensor, *, halved: bool = False) -> Tensor:  # float32
+    """Return scales of any dtype as float32. Scales of dtype uint8 are e8m0 exponents.
+
+    Args:
+        halved: return half of each e8m0 number. In dtype uint8 the byte 255 then gives 2 ** 127, else infinity.
+    """
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
     # Assemble float32 from bits, because some devices cannot convert e8m0.
     stored = scales.view(torch.uint8)
-    exponent = stored.int() << 23
-    powers = torch.where(exponent == 0, _SUBNORMAL, exponent).view(torch.float32)  # 255 gives infinity
+    exponent = stored.int() - int(halved)
+    # 2 ** -127 and 2 ** -128 are subnormal: a mantissa bit represents them.
+    powers = torch.where(exponent < 1, _SUBNORMAL >> -exponent.clamp(max=0), exponent << 23).view(torch.float32)
     return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
-
-
-def _half_powers(scales: Tensor) -> Tensor:  # float32
-    """Return half of each e8m0 number. In dtype uint8 the byte 255 gives 2 ** 127, the largest power in float32."""
-    stored = scales.view(torch.uint8)
-    exponent = stored.int()
-    # Halves of the two smallest numbers are subnormal.
-    bits = torch.where(exponent < 2, (_SUBNORMAL >> 1) << exponent, (exponent - 1) << 23)
-    powers = bits.view(torch.float32)
-    return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
-
-
-def multiply_blocks(
-    codes: Tensor,  # [..., out, in] float32, overwritten
-    scales: Tensor,  # [..., ceil(out / block[0]), ceil(in / block[1])] float32
-    block: tuple[int, int],
-) -> Tensor:  # [..., out, in] float32
-    """Multiply every block by its scale."""
-    size_out, size_in = codes.shape[-2:]
-    rows = scales.repeat_interleave(block[0], dim=-2)[..., :size_out, :]
-    return codes.mul_(rows.repeat_interleave(block[1], dim=-1)[..., :size_in])
 
 
 def decode_mxfp4(
@@ -71,7 +56,7 @@ def decode_mxfp4(
     codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
     table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
     numbers = functional.embedding(blocks.int(), table).flatten(-2)  # embedding needs no int64 indices
-    return numbers.mul_(_half_powers(scales).unsqueeze(-1)).flatten(-2)
+    return numbers.mul_(decode_scales(scales, halved=True).unsqueeze(-1)).flatten(-2)
 
 
 def decode_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in]
@@ -80,7 +65,7 @@ def decode_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E,
 
 
 def _fp8(weight: QuantizedWeight) -> Tensor:
-    return multiply_blocks(weight.values.float(), decode_scales(weight.scales), weight.format.block)
+    return dequantize_blocks(weight.values, decode_scales(weight.scales), *weight.format.block, torch.float32)
 
 
 def _mxfp4(weight: QuantizedWeight) -> Tensor:

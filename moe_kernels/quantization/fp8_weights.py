@@ -10,7 +10,7 @@ checksum. A change of several elements is missed with a probability of about 2**
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,17 @@ from torch import Tensor
 from ..reference_fp8 import BLOCK
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
-from ..types import QuantizedWeight, ScaledForms
-from .formats import FP8
 from .fp8_device import block_scales, encode_e4m3, largest_size
 from .kernels import INTERPRET
 
-Forms = tuple[QuantizedWeight | None, QuantizedWeight | None]  # a weight and its transpose; None: not requested
+
+class Forms(NamedTuple):
+    """A quantised weight and its transpose, in the order of the fields of `ScaledForms`. None: not requested."""
+
+    values: Tensor | None = None  # [E, out, in] e4m3
+    scales: Tensor | None = None  # [E, out / 128, in / 128] float32; quotients here and below are rounded up
+    turned: Tensor | None = None  # [E, in, out]
+    turned_scales: Tensor | None = None  # [E, in / 128, out / 128]
 
 
 def launch_quantize_weight(
@@ -32,17 +37,16 @@ def launch_quantize_weight(
     as_is: bool = True,
     transposed: bool = True,
     checksums: Tensor | None = None,  # [blocks] int64
-) -> Forms:  # [E, out, in] and [E, in, out]
+) -> Forms:
     """Return the quantised weight and its transpose. Reads the weight once.
 
     Args:
         checksums: memory that the same launch fills with the blocks' checksums.
     """
     _, size_out, size_in = weight.shape
-    forms = (
-        _empty_weight(weight, size_out, size_in) if as_is else None,
-        _empty_weight(weight, size_in, size_out) if transposed else None,
-    )
+    here = _empty_weight(weight, size_out, size_in) if as_is else (None, None)
+    turned = _empty_weight(weight, size_in, size_out) if transposed else (None, None)
+    forms = Forms(*here, *turned)
     _launch(weight, forms, checksums, is_first=True)
     return forms
 
@@ -57,38 +61,27 @@ def launch_requantize(weight: Tensor, forms: Forms, checksums: Tensor) -> None:
     _launch(weight, forms, checksums, is_first=False)
 
 
-def scaled_forms(*of_weights: Forms) -> ScaledForms:
-    """Collect the results of `launch_quantize_weight` for w_up and for w_down."""
-    fields: dict[str, Tensor] = {}
-    for name, (here, turned) in zip(("up", "down"), of_weights, strict=True):
-        for suffix, form in (("", here), ("_turned", turned)):
-            if form is not None:
-                fields |= {f"{name}{suffix}": form.values, f"{name}{suffix}_scales": form.scales}
-    return ScaledForms(**fields)
-
-
 def _num_blocks(weight: Tensor) -> int:
     num_experts, size_out, size_in = weight.shape
     return num_experts * cdiv(size_out, BLOCK) * cdiv(size_in, BLOCK)
 
 
-def _empty_weight(weight: Tensor, size_out: int, size_in: int) -> QuantizedWeight:
-    shape = torch.Size((weight.shape[0], size_out, size_in))
-    scales = weight.new_empty(shape[0], cdiv(size_out, BLOCK), cdiv(size_in, BLOCK), dtype=torch.float32)
-    return QuantizedWeight(weight.new_empty(shape, dtype=torch.float8_e4m3fn), scales, FP8, shape)
+def _empty_weight(weight: Tensor, size_out: int, size_in: int) -> tuple[Tensor, Tensor]:
+    scales = weight.new_empty(len(weight), cdiv(size_out, BLOCK), cdiv(size_in, BLOCK), dtype=torch.float32)
+    return weight.new_empty(len(weight), size_out, size_in, dtype=torch.float8_e4m3fn), scales
 
 
 def _launch(weight: Tensor, forms: Forms, checksums: Tensor | None, *, is_first: bool) -> None:
     if weight.numel():
-        pointers: list[Any] = []
-        for form in forms:
-            pointers += (None, None) if form is None else (form.values.view(torch.uint8), form.scales)
         launch_kernel(
             _quantize_weight_kernel,
             (_num_blocks(weight),),
             weight,
             weight.stride(),
-            *pointers,
+            None if forms.values is None else forms.values.view(torch.uint8),
+            forms.scales,
+            None if forms.turned is None else forms.turned.view(torch.uint8),
+            forms.turned_scales,
             checksums,
             OUT=weight.shape[1],
             IN=weight.shape[2],

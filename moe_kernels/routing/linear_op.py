@@ -34,6 +34,18 @@ class LinearRouter(NamedTuple):
         return self.is_softmax and self.settings.normalize and self.logit_bias is None
 
 
+class RouterNeeds(NamedTuple):
+    """Which gradients of a router are needed."""
+
+    needs_tokens: bool
+    needs_w_router: bool
+    needs_logit_bias: bool
+
+    @classmethod
+    def of(cls, needed: set[str]) -> RouterNeeds:
+        return cls("tokens" in needed, "w_router" in needed, "logit_bias" in needed)
+
+
 class RouterGradients(NamedTuple):
     tokens: Tensor | None  # [T, D]
     w_router: Tensor | None  # [E, D]
@@ -70,16 +82,11 @@ def _backward(ctx: Any, dweights: Tensor | None, _: Tensor | None, dlogits: Tens
         return {}
     tokens, w_router, logit_bias, *choice = ctx.saved_tensors
     router = ctx.router._replace(w_router=w_router, logit_bias=logit_bias)
-    needs = needed_of_router(linear_routing_op.needed(ctx))
-    return routing_gradients_op(tokens, router, *choice, dweights, dlogits, None, *needs)._asdict()
+    needs = RouterNeeds.of(linear_routing_op.needed(ctx))
+    return routing_gradients_op(tokens, router, *choice, dweights, dlogits, None, needs)._asdict()
 
 
 linear_routing_op.register_autograd(_backward, setup_context=_setup)
-
-
-def needed_of_router(needed: set[str]) -> tuple[bool, bool, bool]:
-    """Return whether the tokens, the router's weight and its logit bias are among the names that need a gradient."""
-    return "tokens" in needed, "w_router" in needed, "logit_bias" in needed
 
 
 @registered_op("linear_routing_gradients")
@@ -91,56 +98,32 @@ def routing_gradients_op(
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: upstream gradient of the returned logits
     dtokens: Tensor | None,  # [T, D]: added to the tokens' gradient
-    needs_tokens: bool,
-    needs_w_router: bool,
-    needs_logit_bias: bool,
+    needs: RouterNeeds,
 ) -> RouterGradients:
     """Return the needed gradients. The logits are recomputed if a gradient depends on them."""
+    w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
-        if dweights is not None:
-            dlogits = _logits_gradient(tokens, router, topk_weights, topk_experts, dweights, dlogits)
+        if dweights is not None:  # dlogits becomes [T, E] float32, or [T, 2E] as [high | low]
+            logits, split_dtype = None, halves_dtype(tokens, w_router)
+            if not router.is_softmax_of_chosen:
+                logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)
+            if router.is_softmax:
+                choice, num_experts = (topk_weights, topk_experts), w_router.shape[0]
+                dlogits = topk_backward_op(dweights, *choice, logits, dlogits, num_experts, split_dtype)
+            else:
+                dlogits = scored_backward_op(dweights, topk_experts, logits, dlogits, split_dtype, router.settings)
         assert dlogits is not None
-        w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
-        if needs_logit_bias and logit_bias is not None:
+        if needs.needs_logit_bias and logit_bias is not None:
             dlogit_bias = dlogits.sum(0, dtype=torch.float32).view(-1, len(w_router)).sum(0).to(logit_bias.dtype)
-        needs = needs_tokens, needs_w_router
-        of_tokens, dw_router = router_gradients(dlogits, tokens, w_router, dtokens, needs, router.invariant_logits)
-        return RouterGradients(of_tokens, dw_router, dlogit_bias)
+        wanted = needs.needs_tokens, needs.needs_w_router
+        of_router = router_gradients(dlogits, tokens, w_router, dtokens, wanted, router.invariant_logits)
+        return RouterGradients(*of_router, dlogit_bias)
 
 
 @routing_gradients_op.register_fake
-def _(
-    tokens,
-    router,
-    topk_weights,
-    topk_experts,
-    dweights,
-    dlogits,
-    dtokens,
-    needs_tokens,
-    needs_w_router,
-    needs_logit_bias,
-):
+def _(tokens, router, topk_weights, topk_experts, dweights, dlogits, dtokens, needs):
     return RouterGradients(
-        tokens.new_empty(tokens.shape) if needs_tokens else None,
-        router.w_router.new_empty(router.w_router.shape) if needs_w_router else None,
-        router.logit_bias.new_empty(router.logit_bias.shape) if needs_logit_bias else None,
+        tokens.new_empty(tokens.shape) if needs.needs_tokens else None,
+        router.w_router.new_empty(router.w_router.shape) if needs.needs_w_router else None,
+        router.logit_bias.new_empty(router.logit_bias.shape) if needs.needs_logit_bias else None,
     )
-
-
-def _logits_gradient(
-    tokens: Tensor,  # [T, D]
-    router: LinearRouter,
-    topk_weights: Tensor | None,  # [T, K]
-    topk_experts: Tensor,  # [T, K]
-    dweights: Tensor,  # [T, K]
-    dlogits: Tensor | None,  # [T, E]
-) -> Tensor:  # [T, E] float32, or [T, 2E] as [high | low]
-    w_router, logits = router.w_router, None
-    split_dtype = halves_dtype(tokens, w_router)
-    if not router.is_softmax_of_chosen:
-        logits = router_logits(tokens, w_router, router.logit_bias, router.invariant_logits)
-    if router.is_softmax:
-        choice = topk_weights, topk_experts
-        return topk_backward_op(dweights, *choice, logits, dlogits, w_router.shape[0], split_dtype)
-    return scored_backward_op(dweights, topk_experts, logits, dlogits, split_dtype, router.settings)

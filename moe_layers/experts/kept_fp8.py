@@ -20,13 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_kernels.quantization.fp8_weights import (
-    Forms,
-    empty_checksums,
-    launch_quantize_weight,
-    launch_requantize,
-    scaled_forms,
-)
+from moe_kernels.quantization.fp8_weights import Forms, empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import functorch_is_active, unseen_by_modes
 from moe_kernels.types import ScaledForms
@@ -49,7 +43,7 @@ class _Kept(NamedTuple):
             self.parameter() is parameter
             and self.storage == StorageWeakRef(part.untyped_storage())
             and self.facts == _facts(part, weight)
-            and (self.forms[1] is not None or not turned)
+            and (self.forms.turned is not None or not turned)
         )
 
 
@@ -87,7 +81,7 @@ class KeptForms:
         with torch.no_grad(), unseen_by_modes(), torch.cuda.device_of(weights[0]):
             for name, parameter, part, weight in zip(("w_up", "w_down"), parameters, parts, weights, strict=True):
                 self._kept[name] = _renewed(self._kept.pop(name, None), parameter, part, weight, turned)
-        return scaled_forms(*(self._kept[name].forms for name in ("w_up", "w_down")))
+        return ScaledForms(*self._kept["w_up"].forms, *self._kept["w_down"].forms)
 
 
 def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> _Kept:

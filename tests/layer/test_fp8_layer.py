@@ -92,7 +92,7 @@ def test_without_gradients_one_orientation_is_made(launches, device):
     layer, x = make_layer(device), make_x(device)
     with torch.no_grad():
         out = layer(x)
-    assert all(kept.forms[1] is None for kept in layer.experts.kept_forms._kept.values())
+    assert all(kept.forms.turned is None for kept in layer.experts.kept_forms._kept.values())
     assert torch.equal(step(layer, x)["out"], out) and launches == {"quantize": 4, "look": 0}
 
 

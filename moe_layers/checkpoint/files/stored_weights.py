@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.quantization.decode import decode_mxfp4, decode_scales, multiply_blocks
+from moe_kernels.quantization.decode import decode_mxfp4, decode_scales
+from moe_kernels.reference_fp8 import dequantize_blocks
 
 from ...checks import first_three
 from .directory import CheckpointFiles, TensorInfo
@@ -190,7 +191,7 @@ def dequantize_float8(
     scale = decode_scales(scale)
     if not scale.isfinite().all():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
-    return multiply_blocks(weight.float(), scale, block)
+    return dequantize_blocks(weight, scale, *block, torch.float32)
 
 
 def dequantize_mxfp4(

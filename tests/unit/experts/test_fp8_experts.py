@@ -10,7 +10,7 @@ from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, re
 from moe_kernels.experts.fused import compute_experts
 from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.experts.operand_checks import check_fp8_gpu, warn_if_unmeasured
-from moe_kernels.quantization.fp8_weights import launch_quantize_weight, scaled_forms
+from moe_kernels.quantization.fp8_weights import launch_quantize_weight
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.testing import Case, run_with_grads, to_float64
 from moe_kernels.types import ExpertWeights, ScaledForms
@@ -138,7 +138,8 @@ def test_copied_rows_give_the_same_bits(device, monkeypatch):
 @pytest.mark.parametrize("recompute", [None, "up"])
 def test_given_forms_of_the_weights_give_the_same_bits(turned, recompute, device):
     operands = draw(PARTIAL, "plain", DTYPES[-1], device)
-    forms = scaled_forms(*(launch_quantize_weight(weight, transposed=turned) for weight in operands[3:5]))
+    up, down = (launch_quantize_weight(weight, transposed=turned) for weight in operands[3:5])
+    forms = ScaledForms(*up, *down)
 
     def op(tokens, weights, permutation, w_up, w_down, **options):
         options = {name: option for name, option in options.items() if not name.startswith("b_")}
@@ -217,7 +218,8 @@ def test_opcheck(device):
     flat = flat_operands(*operands, precision="fp8", forms=ScaledForms())
     torch.library.opcheck(fused_experts_op.overload, flat, test_utils=checks)
     # The test of the schema compares tensors by products, which float8 lacks.
-    forms = scaled_forms(*(launch_quantize_weight(weight.detach()) for weight in matrices[:2]))
+    up, down = (launch_quantize_weight(weight.detach()) for weight in matrices[:2])
+    forms = ScaledForms(*up, *down)
     for precision, options in (("fp8", {"forms": forms, "recompute": True}), ("fp8_saved", {"forms": ScaledForms()})):
         flat = flat_operands(*operands, precision=precision, **options)
         torch.library.opcheck(fused_experts_op.overload, flat, test_utils=checks[1:])

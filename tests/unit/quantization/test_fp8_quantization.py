@@ -14,7 +14,7 @@ from moe_kernels.activation.ops import (
     launch_weighted_activation_backward,
 )
 from moe_kernels.quantization.fp8_rows import empty_scaled_rows
-from moe_kernels.quantization.fp8_weights import empty_checksums, launch_quantize_weight, launch_requantize
+from moe_kernels.quantization.fp8_weights import Forms, empty_checksums, launch_quantize_weight, launch_requantize
 from moe_kernels.quantization.ops import _quantize_rows_op, pack_rows, quantize_rows, unpack_rows
 from moe_kernels.quantization.quantize import quantize
 
@@ -105,12 +105,11 @@ def test_weights_in_both_orientations(shape, stored, dtype, device):
         weight = weight.mT.contiguous().mT
     expected = quantize(weight, "fp8")
     both = launch_quantize_weight(weight)
-    alone = launch_quantize_weight(weight, transposed=False)[0], launch_quantize_weight(weight, as_is=False)[1]
-    for here, turned in (both, alone):
-        assert here.shape == weight.shape and turned.shape == weight.mT.shape
-        assert_same((here.values, here.scales), (expected.values, expected.scales))
-        assert_same((turned.values.mT, turned.scales.mT), (expected.values, expected.scales))
-    assert launch_quantize_weight(weight, transposed=False)[1] is None
+    here, turned = launch_quantize_weight(weight, transposed=False), launch_quantize_weight(weight, as_is=False)
+    assert here[2:] == turned[:2] == (None, None)
+    for values, scales, turned_values, turned_scales in (both, Forms(*here[:2], *turned[2:])):
+        assert_same((values, scales), (expected.values, expected.scales))
+        assert_same((turned_values.mT, turned_scales.mT), (expected.values, expected.scales))
 
 
 def test_opcheck_and_compile(device):
@@ -218,14 +217,15 @@ def test_changed_weights_are_quantised_again_in_place(change, stored, dtype, dev
         weight = weight.mT.contiguous().mT
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, checksums=checksums)
-    pointers = [form.values.data_ptr() for form in forms]
+    pointers = [tensor.data_ptr() for tensor in forms]
     CHANGES[change](weight)
     launch_requantize(weight, forms, checksums)
-    for actual, expected in zip(forms, launch_quantize_weight(weight), strict=True):
-        assert_same((actual.values, actual.scales), (expected.values, expected.scales))
-    forms[0].scales.fill_(7.0)  # stays, because nothing is written the second time
+    expected = launch_quantize_weight(weight)
+    assert_same(forms[:2], expected[:2])
+    assert_same(forms[2:], expected[2:])
+    forms.scales.fill_(7.0)  # stays, because nothing is written the second time
     launch_requantize(weight, forms, checksums)
-    assert (forms[0].scales == 7.0).all() and pointers == [form.values.data_ptr() for form in forms]
+    assert (forms.scales == 7.0).all() and pointers == [tensor.data_ptr() for tensor in forms]
 
 
 def test_only_blocks_of_other_bits_are_written(device):
@@ -234,14 +234,15 @@ def test_only_blocks_of_other_bits_are_written(device):
     weight[0, 0, :64] = torch.nan
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, checksums=checksums)
-    for form in forms:
-        form.scales.fill_(7.0)
+    scales = forms.scales, forms.turned_scales
+    for scale in scales:
+        scale.fill_(7.0)
     launch_requantize(weight, forms, checksums)
-    assert all((form.scales == 7.0).all() for form in forms)
+    assert all((scale == 7.0).all() for scale in scales)
     weight[0, 200, 3] = -0.0
     launch_requantize(weight, forms, checksums)
-    assert forms[0].scales.flatten().tolist() == forms[1].scales.flatten().tolist() != [7.0, 7.0]
-    assert (forms[0].scales == 7.0).sum() == 1
+    assert scales[0].flatten().tolist() == scales[1].flatten().tolist() != [7.0, 7.0]
+    assert (scales[0] == 7.0).sum() == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
