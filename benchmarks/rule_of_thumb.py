@@ -27,7 +27,6 @@ from pathlib import Path
 import torch
 
 from moe_kernels import GroupedGemmListArguments, GroupedProblem, get_kernels
-from moe_kernels.experts.plan import Step
 from moe_kernels.gemm import measurements
 from moe_kernels.gemm.arguments.base import Arguments
 from moe_kernels.gemm.kernel import Kernel
@@ -35,7 +34,7 @@ from moe_kernels.gemm.measurements import Table
 from moe_kernels.gemm.rule import best_first
 from moe_kernels.gemm.selection import copies_for, copies_key
 from moe_kernels.testing import Case
-from moe_kernels.tools.layers import Layer, layer_of
+from moe_kernels.tools.layers import Layer, Step, layer_of
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 

@@ -12,6 +12,8 @@ over the rows of all chunks, not a sum of one product per chunk. A_w is A times 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..activation.ops import Destination
@@ -38,13 +40,18 @@ from .steps import (
 
 
 class ExpertsInParts:
-    """Computes `fused_experts` step by step on chunks of tokens, with the Triton kernels. Autograd does not record the
-    steps.
+    """Computes `fused_experts` and its backward step by step on chunks of tokens, with the Triton kernels. Autograd
+    does not record the steps.
+
+    In backward, call `backward_part` for each chunk, in any order. Then call the other methods, in any order. Only
+    `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
 
     Deterministic. The bits do not depend on `reserved_sms`.
 
     Args:
         parts: the permutation of each chunk's slots.
+        whole: for backward, one permutation of the slots of all chunks, in the order of the chunks; None: that of the
+            first chunk.
         reserved_sms: SMs that persistent GEMMs leave to concurrent communication.
     """
 
@@ -53,13 +60,16 @@ class ExpertsInParts:
         weights: ExpertWeights,
         activation: Activation,
         parts: list[Permutation],
+        whole: Permutation | None = None,
         *,
         adapters: Adapters | None = None,
         reserved_sms: int = 0,
     ):
         self.experts = Experts.of(weights, activation)._replace(adapters=adapters or Adapters())
         self.parts = [Rows.of(part, reserved_sms=reserved_sms) for part in parts]
-        self.reserved_sms = reserved_sms
+        self.whole = Rows.of(whole or parts[0], reserved_sms=reserved_sms)
+        self._hidden: Destination | None = None  # dH and A_w of all chunks; A_w is A times each row's routing weight
+        self._up_low: Tensor | None = None  # dH @ up_b [R, r] of all chunks
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
         """Compute the first half of a chunk's forward: H and A."""
@@ -74,40 +84,13 @@ class ExpertsInParts:
     ) -> Tensor:  # [T, columns]
         """Compute the second half of a chunk's forward: all output columns, or a slice that can be sent before the
         other columns are computed."""
-        rows, experts = self.parts[part], self.experts
-        if columns != slice(None):
-            experts = _columns_of(experts, columns, rows.dense(experts.weights.w_down, activated.dtype))
+        rows, (weights, adapters, *_) = self.parts[part], self.experts
+        b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
+        down_b = None if adapters.down_b is None else adapters.down_b[:, columns]
+        assert isinstance(weights.w_down, Tensor)
+        weights = weights._replace(w_down=weights.w_down[:, columns], b_down=b_down)
+        experts = self.experts._replace(weights=weights, adapters=adapters._replace(down_b=down_b))
         return rows.combine(down(experts, rows, activated), topk_weights)
-
-    def backward(self, whole: Permutation) -> BackwardInParts:
-        """Return the steps of backward. `whole` is one permutation of the slots of all chunks, in the order of the
-        chunks. With one chunk, pass that chunk's permutation."""
-        return BackwardInParts(self.experts, self.parts, Rows.of(whole, reserved_sms=self.reserved_sms))
-
-
-def _columns_of(experts: Experts, columns: slice, w_down: Tensor) -> Experts:
-    """Return the experts restricted to these columns of the outputs. `w_down` is the dense weight of the experts."""
-    weights = experts.weights
-    b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
-    down_b = experts.adapters.down_b
-    adapters = experts.adapters._replace(down_b=None if down_b is None else down_b[:, columns])
-    weights = weights._replace(w_down=w_down[:, columns], b_down=b_down)
-    return experts._replace(weights=weights, adapters=adapters)
-
-
-class BackwardInParts:
-    """Computes the backward in steps. Call `backward_part` for each chunk, in any order. Then call the other methods,
-    in any order.
-
-    Only `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
-    """
-
-    def __init__(self, experts: Experts, parts: list[Rows], whole: Rows):
-        self.experts = experts
-        self.parts = parts
-        self.whole = whole
-        self._hidden: Destination | None = None  # dH and A_w of all chunks; A_w is A times each row's routing weight
-        self._up_low: Tensor | None = None  # dH @ up_b [R, r] of all chunks
 
     def backward_part(
         self,
@@ -129,47 +112,37 @@ class BackwardInParts:
         dup_input = up_input_gradient(self.experts, self.whole, self._hidden.dpreactivation, self._up_low_of_all())
         return self.whole.combine(dup_input, None)
 
-    def weight_gradients(
+    def gradients(
         self,
         tokens: Tensor,  # [T, D] of all chunks, contiguous
         dout: Tensor,  # [T, D] of all chunks, contiguous
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
-        needed: ExpertWeights,  # bools: the gradients to compute
-    ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`
-        """Return the needed gradients, and None in place of the others."""
-        experts, whole, hidden = self.experts, self.whole, self._hidden
-        assert hidden is not None
-        dw_up = dw_down = db_up = db_down = None
-        if needed.w_down:
-            dw_down = w_down_gradient(experts, whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
-        if needed.w_up:
-            dw_up = w_up_gradient(experts, whole, tokens, hidden.dpreactivation)
-        if needed.b_up:
-            db_up = b_up_gradient(experts, whole, hidden.dpreactivation)
-        if needed.b_down:
-            db_down = b_down_gradient(experts, whole, dout, topk_weights)
-        return dw_up, dw_down, db_up, db_down
-
-    def adapter_gradients(
-        self,
-        tokens: Tensor,  # [T, D] of all chunks, contiguous
-        dout: Tensor,  # [T, D] of all chunks, contiguous
-        needed: Adapters,  # bools: the factors that need gradients
-    ) -> tuple[Tensor | None, ...]:  # in the order of `Adapters`
-        """Return the gradients of the needed pairs of factors, and None in place of the others. Recomputes [R, r]
-        products that no earlier step has kept."""
+        needed: Sequence[bool],  # in the order of the result
+    ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`, then of `Adapters`
+        """Return the needed gradients, those of a pair of adapter factors together, and None in place of the others.
+        Recomputes [R, r] products that no earlier step has kept."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
+        needs_w_up, needs_w_down, needs_b_up, needs_b_down, *needs_factors = needed
         assert hidden is not None
-        dup_a = dup_b = ddown_a = ddown_b = None
-        if up_a is not None and up_low is not None and (needed.up_a or needed.up_b):
+        dw_up = dw_down = db_up = db_down = dup_a = dup_b = ddown_a = ddown_b = None
+        if needs_w_down:
+            dw_down = w_down_gradient(experts, whole, dout, copy_dout(experts, whole, dout), hidden.weighted)
+        if needs_w_up:
+            dw_up = w_up_gradient(experts, whole, tokens, hidden.dpreactivation)
+        if needs_b_up:
+            db_up = b_up_gradient(experts, whole, hidden.dpreactivation)
+        if needs_b_down:
+            db_down = b_down_gradient(experts, whole, dout, topk_weights)
+        if up_a is not None and up_low is not None and any(needs_factors[:2]):
             low = whole.gemm(tokens, up_a.transpose(1, 2), gather=True)
             dup_a, dup_b = up_adapter_gradients(experts, whole, tokens, hidden.dpreactivation, low, up_low)
-        if down_b is not None and (needed.down_a or needed.down_b):
+            dup_b = dup_b.transpose(1, 2)
+        if down_b is not None and any(needs_factors[2:]):
             down_low = whole.gemm(dout, down_b, gather=True)
             ddown_a, ddown_b = down_adapter_gradients(experts, whole, dout, hidden.weighted, down_low)
-        transposed = [None if db is None else db.transpose(1, 2) for db in (dup_b, ddown_b)]
-        return dup_a, transposed[0], ddown_a, transposed[1]
+            ddown_b = ddown_b.transpose(1, 2)
+        return dw_up, dw_down, db_up, db_down, dup_a, dup_b, ddown_a, ddown_b
 
     def _up_low_of_all(self) -> Tensor | None:
         up_b = self.experts.adapters.up_b

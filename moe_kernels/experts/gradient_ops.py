@@ -210,20 +210,8 @@ def up_gradients_op(
 
 
 @up_gradients_op.register_fake
-def _(
-    dpreactivation,
-    up_low,
-    low,
-    scaled,
-    scaled_scales,
-    dtopk_weights,
-    operands,
-    main_grad,
-    needs_tokens,
-    needs_weight,
-    needs_bias,
-    needs_factors,
-):
+def _(dpreactivation, up_low, low, scaled, scaled_scales, dtopk_weights, operands, main_grad, *needs):
+    needs_tokens, needs_weight, needs_bias, needs_factors = needs
     tokens, weights, experts = operands.tokens, operands.topk_weights, operands.experts
     needs_weights = needs_tokens and experts.weight_on_input
     w_up, b_up = experts.weights.w_up, experts.weights.b_up

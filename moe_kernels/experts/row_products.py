@@ -74,14 +74,10 @@ class Rows(NamedTuple):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):
             return _scaled_matrices(weight, transposed)
-        dense = self.dense(weight, dtype)
+        dense = weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
         if self._is_aligned_by_copy(dense):
             dense = empty_aligned(dense, dense.device).copy_(dense)
         return dense.transpose(1, 2) if transposed else dense
-
-    def dense(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """Return the weight, or a dequantised copy."""
-        return weight if isinstance(weight, Tensor) else launch_dequantize(weight, dtype)
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
         """Return whether GEMMs read a copy of this weight with aligned rows, or write their result into such a copy."""
@@ -252,7 +248,7 @@ class Rows(NamedTuple):
         if isinstance(w_up, QuantizedWeight):
             if self.decodes(w_up):
                 return selection.Copies(False, False, False)
-            w_up = w_up.shape
+            w_up = torch.empty(w_up.shape, dtype=tokens.dtype, device="meta")
         elif self._is_aligned_by_copy(w_up):
             w_up = empty_aligned(w_up, torch.device("meta"))
         return selection.choose_copies(tokens, w_up, d_ff, self.row_to_token.shape[0], self.assumed_rows)

@@ -12,6 +12,7 @@ The ops of this package choose among the same objects (`selection.select`). List
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Collection
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.dispatch import FLOAT8, KERNEL_DTYPES, kernel_obstacle
-from ..runtime.launch import CompiledArtifact, Launch, compile_launch, run_launch, static_properties
+from ..runtime.launch import CompiledArtifact, Launch, compile_launch, observing_launches, run_launch, static_properties
 from ..runtime.registered_ops import on_device_of
 from .arguments.base import Arguments
 
@@ -89,12 +90,12 @@ class Design:
     tma: bool = False
     group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, for reuse in L2 cache
 
-    @property
-    def tile_options(self) -> dict[str, int]:
-        """Return the compile-time options of a kernel whose tiles are [BLOCK_M, BLOCK_N] of out."""
-        block_m, block_n, block_k = self.tile_shape
-        blocks = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
-        return {"GROUP_TILES": self.group_tiles, **blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
+    def tile_options(self, axes: str = "MNK", *, grouped: bool = True) -> dict[str, int]:
+        """Return the compile-time options of a kernel. `axes` names the sizes of the tile: BLOCK_M, BLOCK_N, BLOCK_K.
+        With `grouped`, the kernel computes `group_tiles` row tiles for one column tile."""
+        options = {f"BLOCK_{axis}": size for axis, size in zip(axes, self.tile_shape, strict=True)}
+        options |= {"GROUP_TILES": self.group_tiles} if grouped else {}
+        return {**options, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
@@ -213,12 +214,8 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args:
             self._require(args)
-        given = args, compiled_artifact, workspace, assume_supported_args
-        if stream is None:
-            on_device_of(args.A, self._run, *given)
-        else:
-            with torch.cuda.stream(stream):
-                on_device_of(args.A, self._run, *given)
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            on_device_of(args.A, self._run, args, compiled_artifact, workspace, assume_supported_args)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
         """Compile without a launch, for all arguments with the same static properties.
@@ -230,7 +227,8 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args:
             self._require(args)
-        launch = self.launch(self.with_metadata(args, None, write=False))
+        with observing_launches(lambda launch, run: None):  # the metadata stays uninitialised
+            launch = self.launch(args)
         if launch is None:
             raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")
         return on_device_of(args.A, compile_launch, launch, self.metadata.kernel_name)
@@ -247,13 +245,9 @@ class Kernel(abc.ABC):
         """Return the bytes of the metadata to make before the launch, such as a tile table that `args` lacks."""
         return 0
 
-    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        """Return the arguments with the device metadata that is made before the launch, such as a tile table.
-
-        Args:
-            memory: [metadata_bytes] uint8 for the metadata; None allocates.
-            write: False leaves the metadata uninitialised.
-        """
+    def with_metadata(self, args: Arguments, memory: Tensor | None) -> Arguments:
+        """Return the arguments with the device metadata that is made before the launch, such as a tile table, in
+        `memory` [metadata_bytes] uint8. None allocates."""
         return args
 
     @abc.abstractmethod
@@ -268,9 +262,13 @@ class Kernel(abc.ABC):
         divides this cost by the speed of the design.
         """
 
-    @abc.abstractmethod
-    def launch(self, args: Any) -> Launch | None:
+    def launch(self, args: Arguments) -> Launch | None:
         """Return the launch for these arguments, or None if there is nothing to write."""
+        return self._launch(args) if any(out.numel() for out in args.outputs) else None
+
+    @abc.abstractmethod
+    def _launch(self, args: Any) -> Launch:
+        """Return the launch for arguments of which an output is not empty."""
 
     def _run(
         self, args: Arguments, artifact: CompiledArtifact | None, workspace: Tensor | None, assume_fits: bool
@@ -279,21 +277,17 @@ class Kernel(abc.ABC):
         if workspace is not None:
             args, scratch = self._into_workspace(args, workspace, assume_fits)
         if launch := self.launch(args):
-            if artifact is not None and not assume_fits:
-                self._require_artifact(artifact, launch)
+            if artifact is not None and not assume_fits and artifact.static_properties != static_properties(launch):
+                raise ValueError(
+                    f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments with the same "
+                    f"static properties, got one of {artifact.kernel_name} for others"
+                )
             run_launch(launch, args.A, artifact=artifact, scratch=scratch)
             torch.autograd.graph.increment_version(args.outputs)
 
     def _require(self, args: Arguments) -> None:
         if not (status := self.supports(args)):
             raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
-
-    def _require_artifact(self, artifact: CompiledArtifact, launch: Launch) -> None:
-        if artifact.static_properties != static_properties(launch):
-            raise ValueError(
-                f"{self.metadata.kernel_name}: compiled_artifact must be compiled for arguments with the same static "
-                f"properties, got one of {artifact.kernel_name} for others"
-            )
 
     def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
         """Return the arguments with their metadata in the workspace, and the workspace's bytes for descriptors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import TileTable
 
@@ -26,12 +26,9 @@ def launch_bias_and_scale(
     launch_kernel(
         _bias_and_scale_kernel,
         (len(table.tiles), cdiv(rows.shape[1], block_n)),
-        rows,
-        rows.stride(),
-        bias,
-        None if bias is None else bias.stride(),
-        row_scale,
-        None if row_scale is None else row_scale.stride(),
+        *with_strides(rows),
+        *with_strides(bias),
+        *with_strides(row_scale),
         table.bounds,
         table.tiles,
         table.num_tiles,
@@ -94,10 +91,8 @@ def launch_row_scale_backward(
         launch_kernel(
             _row_scale_backward_kernel,
             (cdiv(num_rows, _BLOCK_ROWS),),
-            dout,
-            dout.stride(),
-            row_scale,
-            row_scale.stride(),
+            *with_strides(dout),
+            *with_strides(row_scale),
             rows,
             drows,
             drow_scale,

@@ -274,9 +274,7 @@ def measured_best(args: Arguments) -> str | None:
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
-def choose_copies(
-    tokens: Tensor, w_up: Tensor | torch.Size, d_ff: int, num_rows: int, assumed_rows: int | None = None
-) -> Copies:
+def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
     """Choose which gathers are copies, by the table or, if the table has no entry, by a rule.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
@@ -286,13 +284,11 @@ def choose_copies(
     columns, so this copy needs twice the d_ff. Forward fuses a plain activation only into a GEMM of copied rows.
 
     Args:
-        w_up: the weight, a meta tensor with its strides, or the shape of a contiguous weight in the tokens' dtype.
+        w_up: the weight, or a meta tensor with its shape, strides and dtype.
         assumed_rows: choose as if each expert had this many rows; None, the default, uses `num_rows`.
     """
     if (plan := _planner.plan) is not None and plan.copies is not None:
         return plan.copies
-    if not isinstance(w_up, Tensor):
-        w_up = _shaped_like(w_up, tokens.dtype)
     num_rows = num_rows if assumed_rows is None else assumed_rows * w_up.shape[0]
     if plan is not None and plan.target is not None:
         entry = plan.target.table.copies.get(copies_key(tokens, w_up, d_ff, num_rows))
@@ -318,11 +314,6 @@ def copies_for(
     b = w_up.transpose(1, 2)
     kernel = find(GroupedGemmArguments(rows, b, out, offsets=offsets, assumed_rows=assumed_rows))
     return decide_copies(kernel, d_ff, num_columns, entry)
-
-
-@functools.lru_cache(maxsize=256)
-def _shaped_like(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:

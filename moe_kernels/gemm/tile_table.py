@@ -121,13 +121,10 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_rows,
         capacity,
         num_groups,
-        **_options(num_groups, block_rows),
+        G_P2=next_power_of_2(num_groups),
+        BLOCK_ROWS=block_rows,
+        **table_blocks(num_groups),
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _options(num_groups: int, block_rows: int) -> dict[str, int]:
-    return {"G_P2": next_power_of_2(num_groups), "BLOCK_ROWS": block_rows, **table_blocks(num_groups)}
 
 
 @triton.jit

@@ -1,8 +1,9 @@
 """A kernel launch as a value that can be run or compiled, and the launch cache.
 
 Before each launch, Triton's JIT inspects every argument to find the compiled kernel. The inspection takes longer than
-the launch. The launch cache stores the compiled kernel by the launch's `signature`, which is faster to compute. A
-`CompiledArtifact` holds a compiled kernel. Its caller guarantees that the launch has the same static properties.
+the launch. The launch cache stores the compiled kernel by the launch's `static_properties`, which are faster to
+compute. A `CompiledArtifact` holds a compiled kernel. Its caller guarantees that the launch has the same static
+properties.
 """
 
 from __future__ import annotations
@@ -53,18 +54,6 @@ class CompiledArtifact:
     compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
 
 
-def describe(form: tuple[Any, dict[str, Any]], tensor: Tensor) -> Any:
-    """Make a TMA descriptor of the tensor.
-
-    Args:
-        form: the descriptor's class, and all of its fields except the tensor. The fields are not checked.
-    """
-    cls, fields = form
-    descriptor = cls.__new__(cls)
-    descriptor.__dict__.update(fields, base=tensor)
-    return descriptor
-
-
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
     """Compile the kernel of a launch for the active device or compilation target."""
     compiled = launch.function.warmup(*launch.arguments, grid=launch.grid, **launch.options, **FUSION)
@@ -74,25 +63,26 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """Launch `function[grid](*arguments, **options)` on the current device. The arguments contain no descriptors."""
     launch = Launch(function, grid, arguments, options)
-    _launch(launch, None if INTERPRET else _ready.get(signature(launch)))
+    _launch(launch, None if INTERPRET else _ready.get(static_properties(launch)))
+
+
+def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
+    """Return the two arguments of a kernel for an optional tensor."""
+    return tensor, None if tensor is None else tensor.stride()
 
 
 class Ready(NamedTuple):
-    """A compiled kernel for every launch of one signature."""
+    """A compiled kernel for every launch with the same static properties."""
 
     compiled: Any  # Triton's compiled kernel
     run: Any  # the kernel's launcher
     kernel: tuple[Any, ...]  # the launcher's arguments between the stream and the kernel's arguments
     constants: tuple[Any, ...]  # the constexpr parameters: the launchers of Triton 3.6 to 3.9 take and ignore them
     needs_scratch: bool  # whether the kernel needs memory for descriptors
-    layouts: tuple[Any, ...]  # the descriptors' layouts, kept alive because the signature identifies them by id
     device: int  # device of the tensors, on which the kernel is loaded
 
 
-# The launch cache, by signature. A stride that changes from call to call makes a new signature each time. If there are
-# too many signatures, the cache is cleared, and Triton's own cache finds the compiled kernel.
-_ready: dict[tuple[Any, ...], Ready] = {}
-_MOST_SIGNATURES = 4096
+_ready: dict[tuple[Any, ...], Ready] = {}  # the launch cache, by static properties
 
 
 def run_launch(
@@ -107,7 +97,7 @@ def run_launch(
     if operand.is_cuda:
         ensure_context(operand.get_device())  # needed before an artifact's kernel is loaded, too
     if artifact is None or artifact.compiled is None:
-        ready = None if INTERPRET else _ready.get(signature(launch))
+        ready = None if INTERPRET else _ready.get(static_properties(launch))
     else:
         _from_artifacts[id(artifact.compiled)] = artifact.compiled
         ready = _make_ready(launch, artifact.compiled)
@@ -137,11 +127,11 @@ launching = _Thread()  # state of the current thread
 @contextlib.contextmanager
 def observing_launches(observer: LaunchObserver) -> Iterator[None]:
     """Pass each launch of this thread to the observer, which makes or omits the launch."""
-    launching.observer = observer
+    outer, launching.observer = launching.observer, observer
     try:
         yield
     finally:
-        launching.observer = None
+        launching.observer = outer
 
 
 def launch_hooks() -> list[Any]:
@@ -191,9 +181,9 @@ def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
         if compiled is not None and _is_on_gpu(launch):  # false if compiled for another target
-            _keep(launch, compiled)
+            _ready[static_properties(launch)] = _make_ready(launch, compiled)
         return compiled
-    compiled, run, kernel, constants, _, _, device = ready
+    compiled, run, kernel, constants, _, device = ready
     if launch_hooks():
         compiled[(*grid, 1, 1)[:3]](*arguments, *constants)
     else:
@@ -202,93 +192,40 @@ def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
     return compiled
 
 
-def _keep(launch: Launch, compiled: Any) -> None:
-    if len(_ready) >= _MOST_SIGNATURES:
-        _ready.clear()
-    _ready[signature(launch)] = _make_ready(launch, compiled)
-
-
 def _is_on_gpu(launch: Launch) -> bool:
     return next(value.is_cuda for value in launch.arguments if isinstance(value, Tensor))
 
 
 def _make_ready(launch: Launch, compiled: Any) -> Ready:
-    """Prepare `compiled`, the kernel compiled for this launch, to run all launches of the same signature."""
+    """Prepare `compiled`, the kernel compiled for this launch, to run all launches with the same static
+    properties."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
-    layouts = tuple(value.layout for value in arguments if hasattr(value, "block_shape"))
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
     run = compiled.run  # the first access loads the kernel
     kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: no hooks
-    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, layouts, device)
-
-
-def signature(launch: Launch) -> tuple[Any, ...]:
-    """Return a key that determines the static properties: launches with different properties have different signatures.
-
-    The signature contains sizes and strides unchanged, so several signatures can share their static properties.
-    Computing a signature takes half as long as computing static properties. All tensors of a launch are on one device.
-    """
-    function, _, arguments, options = launch
-    types = tuple(map(type, arguments))
-    reader = _readers.get((id(function), types))
-    if reader is None:
-        reader = _readers[id(function), types] = _make_reader(function, arguments)
-    return reader, *reader(*arguments), *options, *options.values()
-
-
-_readers: dict[tuple[Any, ...], Callable[..., tuple[Any, ...]]] = {}
-
-
-def _make_reader(function: Any, arguments: tuple[Any, ...]) -> Callable[..., tuple[Any, ...]]:
-    """Return a function that computes the signature of arguments of these types.
-
-    The function is one expression, because a loop over the arguments takes twice as long.
-    """
-    parts = []
-    for i, (value, kind) in enumerate(zip(arguments, _parameter_kinds(function), strict=False)):
-        if isinstance(value, Tensor):
-            parts += f"x{i}.dtype", f"x{i}.data_ptr() % 16 == 0"
-            on_device = f"x{i}"
-        elif hasattr(value, "block_shape"):
-            parts += f"x{i}.base.dtype", f"*x{i}.block_shape", f"id(x{i}.layout)"
-            on_device = f"x{i}.base"
-        elif type(value) is int and kind == _PLAIN:
-            parts.append(f"{-(2**31)} <= x{i} < {2**31}")
-        elif type(value) is int or isinstance(value, tuple) or kind == _CONSTANT:
-            parts.append(f"x{i}")
-    parts.append(f"{on_device}.get_device()")
-    names = ", ".join(f"x{i}" for i in range(len(arguments)))
-    reader = eval(f"lambda {names}: ({', '.join(parts)},)")
-    reader.function = function  # kept alive, because `_readers` identifies it by id
-    return reader
+    return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, device)
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
     """Return the properties that decide the compiled code."""
     properties = [launch.function, *launch.options.items()]
-    has_device = False
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
         if kind == _CONSTANT:
             properties.append(value)
+        elif isinstance(value, Tensor):
+            properties += value.device, value.dtype, value.data_ptr() % 16 == 0
         elif type(value) is int:
             properties.append(_of_int(value, kind))
-        elif isinstance(value, Tensor):
-            if not has_device:
-                properties.append(value.device)
-                has_device = True
-            properties.append(value.dtype)
-            properties.append(value.data_ptr() % 16 == 0)
         elif isinstance(value, tuple):
-            properties.append(_of_ints(value, kind))
+            properties.append(tuple([_of_int(part, kind) for part in value]))
         elif value is None or isinstance(value, (bool, float)):
             properties.append(type(value))
         else:  # a TMA descriptor made on the host
-            properties += (value.base.dtype, value.base.device, tuple(value.block_shape), value.layout)
+            properties += value.base.device, value.base.dtype, tuple(value.block_shape), value.layout
     return tuple(properties)
 
 
-@functools.lru_cache(maxsize=4096)
 def _of_int(value: int, kind: int) -> int:
     """Encode whether the value exceeds 32 bits and, if the kernel specialises on it, whether it is 1 or a multiple of
     16."""
@@ -296,28 +233,18 @@ def _of_int(value: int, kind: int) -> int:
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 
 
-@functools.lru_cache(maxsize=4096)
-def _of_ints(values: tuple[int, ...], kind: int) -> tuple[int, ...]:
-    return tuple(_of_int(value, kind) for value in values)
-
-
 # Kinds of parameters. Triton compiles a kernel for each value of a _CONSTANT, for each type of a _PLAIN, and for each
 # type and divisibility of a _SPECIALIZED parameter.
 _CONSTANT, _PLAIN, _SPECIALIZED = range(3)
 
-_kinds: dict[int, tuple[Any, tuple[int, ...]]] = {}
 
-
+@functools.cache
 def _parameter_kinds(function: Any) -> tuple[int, ...]:
-    if id(function) not in _kinds:
-        if INTERPRET:
-            plain = function.kwargs["do_not_specialize"] or ()
-            constant = [name for name, note in function.fn.__annotations__.items() if "constexpr" in str(note)]
-        else:
-            plain = [parameter.name for parameter in function.params if parameter.do_not_specialize]
-            constant = [parameter.name for parameter in function.params if parameter.is_constexpr]
-        kinds = (
-            _CONSTANT if name in constant else _PLAIN if name in plain else _SPECIALIZED for name in function.arg_names
-        )
-        _kinds[id(function)] = function, tuple(kinds)  # the function is kept alive, because the key is its id
-    return _kinds[id(function)][1]
+    if INTERPRET:
+        plain = function.kwargs["do_not_specialize"] or ()
+        constant = [name for name, note in function.fn.__annotations__.items() if "constexpr" in str(note)]
+    else:
+        plain = [parameter.name for parameter in function.params if parameter.do_not_specialize]
+        constant = [parameter.name for parameter in function.params if parameter.is_constexpr]
+    names = function.arg_names
+    return tuple(_CONSTANT if name in constant else _PLAIN if name in plain else _SPECIALIZED for name in names)

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from .launch import FUSION, describe, ensure_context
-from .recording import Descriptor, Form, RecordedLaunch, Ref
+from .launch import FUSION, ensure_context
+from .recording import Descriptor, Form, RecordedLaunch, Ref, view_of
 from .triton import INTERPRET, triton
 
 Place = tuple[int, int]  # index of a tensor, and a byte offset in it
@@ -45,9 +45,8 @@ class LaunchList:
         born: Sequence[Form],
     ):
         self._launches = launches  # a reference keeps the kernels loaded
-        self._born, self._places = born, places
         if INTERPRET:
-            self.run = self._interpret
+            self._places, self.run = places, self._interpret
             return
         self._device = device.index
         self._run, self._stream = _library().run, torch._C._cuda_getCurrentRawStream
@@ -65,18 +64,10 @@ class LaunchList:
             launch.function[launch.grid](*arguments, **launch.options, **FUSION)
 
     def _argument(self, memory: list[Any], value: Any) -> Any:
-        if isinstance(value, Descriptor):
-            return describe((value.kind, value.fields), self._argument(memory, value.base))
         if not isinstance(value, Ref):
             return value
         place, offset = self._places[value.memory]
-        base = memory[place]
-        shape, strides, dtype = value.form
-        if place == value.memory and value.offset == 0 and value.form == self._born[place]:
-            return base
-        first = base.storage_offset() * base.element_size() + offset + value.offset
-        empty = torch.empty(0, dtype=dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), first // dtype.itemsize, shape, strides)
+        return view_of(place, offset + value.offset, value.form)(memory)
 
 
 def scratch_bytes(step: RecordedLaunch) -> int:

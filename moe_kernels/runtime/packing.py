@@ -23,7 +23,7 @@ def is_packed(kind: Any) -> bool:
 
 # `QuantizedWeight`'s tensor fields.
 _TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
-_LEAVES = {"": Tensor | None, **{f"_{name}": Tensor | None for name in _TENSORS}, "_layout": str | None}
+_LEAVES = ("", *(f"_{name}" for name in _TENSORS), "_layout")
 
 
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
@@ -91,25 +91,40 @@ def _reader(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     return itemgetter(*places) if len(places) > 1 else lambda values: tuple([values[i] for i in places])
 
 
-class Packing:
-    """Conversion between values and their leaves: NamedTuples are replaced by their fields, recursively.
+class PackedSignature:
+    """The parameters and the result of a function that becomes a registered op.
 
-    A leaf has the name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf,
-    `has_<name>`: whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is
-    None if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
+    Parameters are converted to leaves and back: NamedTuples are replaced by their fields, recursively. A leaf has the
+    name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf, `has_<name>`:
+    whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is None if the
+    weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
+
+    The schema of an op with packed parameters, NamedTuples or quantised weights, has two parameters: the
+    list of tensors that are given, and a string of all other leaves.
     """
 
-    def __init__(self, hints: dict[str, Any]):
-        self.types: dict[str, Any] = {}  # type of each leaf, by the name of the leaf
+    def __init__(self, function: Callable[..., Any]):
+        hints = get_type_hints(function)
+        result = hints.pop("return")
+        self.names: list[str] = []  # of the leaves
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
+        self.result = result if is_packed(result) else None
+        self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
+        if not self.has_packed:  # no conversion, so that calls may omit default arguments
+            self.flatten = self.pack = lambda *arguments: arguments
+            self.schema = torch.library.infer_schema(function, mutates_args=())
+            return
         # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
         split = {"to_leaves": _quantized_to_leaves, "QuantizedWeight": QuantizedWeight}
         join = {"of_leaves": _quantized_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
-        self.pack = eval(f"lambda {', '.join(self.types)}: ({', '.join(packed)},)", join)  # the inverse
-        self.names = tuple(self.types)
+        self.pack = eval(f"lambda {', '.join(self.names)}: ({', '.join(packed)},)", join)  # the inverse
+        # A result may be None although the schema has the type Tensor.
+        num_results = len(self.result._fields if self.result else get_args(result))
+        returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
+        self.schema = f"(Tensor[] tensors, str others) -> {returned}"
 
     def _visit(self, name: str, kind: Any, path: str, absent: str) -> str:
         """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves.
@@ -119,7 +134,7 @@ class Packing:
         """
         if kind in (Weight, QuantizedWeight):
             assert not absent, name
-            self.types |= {f"{name}{leaf}": leaf_type for leaf, leaf_type in _LEAVES.items()}
+            self.names += [f"{name}{leaf}" for leaf in _LEAVES]
             plain = ", ".join([path, *["None"] * (len(_LEAVES) - 1)])
             self._paths.append(f"*(to_leaves({path}) if type({path}) is QuantizedWeight else ({plain}))")
             parts = ", ".join(f"{name}{leaf}" for leaf in _LEAVES if leaf)
@@ -128,10 +143,10 @@ class Packing:
         if given:
             (kind,) = given
             absent = f"{absent} or {path} is None" if absent else f"{path} is None"
-            self._add_leaf(f"has_{name}", bool, f"not ({absent})")
+            self._add_leaf(f"has_{name}", f"not ({absent})")
             return f"{self._visit(name, kind, path, absent)} if has_{name} else None"
         if not is_packed(kind):
-            self._add_leaf(name, kind, f"None if {absent} else {path}" if absent else path)
+            self._add_leaf(name, f"None if {absent} else {path}" if absent else path)
             return name
         constructor = f"kind_{len(self._kinds)}"
         self._kinds[constructor] = kind
@@ -139,33 +154,10 @@ class Packing:
         fields = [self._visit(field, hints[field], f"{path}.{field}", absent) for field in kind._fields]
         return f"{constructor}({', '.join(fields)})"
 
-    def _add_leaf(self, name: str, kind: Any, path: str) -> None:
-        assert name not in self.types, name
-        self.types[name] = kind
+    def _add_leaf(self, name: str, path: str) -> None:
+        assert name not in self.names, name
+        self.names.append(name)
         self._paths.append(path)
-
-
-class PackedSignature(Packing):
-    """The parameters and the result of a function that becomes a registered op.
-
-    The schema of an op with packed parameters, NamedTuples or quantised weights, has two parameters: the
-    list of tensors that are given, and a string of all other leaves.
-    """
-
-    def __init__(self, function: Callable[..., Any]):
-        hints = get_type_hints(function)
-        result = hints.pop("return")
-        super().__init__(hints)
-        self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
-        if not self.has_packed:  # no conversion, so that calls may omit default arguments
-            self.flatten = self.pack = lambda *arguments: arguments
-        self.result = result if is_packed(result) else None
-        if self.has_packed:  # a result may be None although the schema has the type Tensor
-            num_results = len(self.result._fields if self.result else get_args(result))
-            returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
-            self.schema = f"(Tensor[] tensors, str others) -> {returned}"
-        else:
-            self.schema = torch.library.infer_schema(function, mutates_args=())
 
     def to_schema(self, leaves: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of the registered op."""

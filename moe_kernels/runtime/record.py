@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .launch_list import LaunchList, scratch_bytes
 from .pytorch import unseen_by_autocast
-from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref
+from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
 _ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # if a block of all temporaries were larger, large temporaries stay out of the block
@@ -71,19 +71,9 @@ class Record:
     def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
         """Return a function from a run's `memory` to the tensor of `ref`: an entry of the list, or a view of one."""
         place, offset, form = ref
-        born = self._born[place]
-        if offset == 0 and form == born:
+        if offset == 0 and form == self._born[place]:
             return itemgetter(place)
-
-        def view(memory: list[Any]) -> Tensor:
-            tensor = memory[place]
-            first = (tensor.storage_offset() * tensor.element_size() + offset) // form.dtype.itemsize
-            if form.dtype == born.dtype:
-                return tensor.as_strided(form.shape, form.strides, first)
-            empty = torch.empty(0, dtype=form.dtype, device=tensor.device)
-            return empty.set_(tensor.untyped_storage(), first, form.shape, form.strides)
-
-        return view
+        return view_of(place, offset, form)
 
     def _runner(self, recording: Recording, first: int, last: int, plan: _Plan) -> Callable[[list[Any]], None]:
         steps = recording.steps[first:last]

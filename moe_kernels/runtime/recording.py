@@ -59,6 +59,21 @@ class Ref(NamedTuple):
     form: Form
 
 
+def view_of(place: int, offset: int, form: Form) -> Callable[[list[Any]], Tensor]:
+    """Return a function from a list of tensors to the tensor of this form that starts `offset` bytes after the start of
+    the one at `place`."""
+
+    def view(memory: list[Any]) -> Tensor:
+        tensor = memory[place]
+        first = (tensor.storage_offset() * tensor.element_size() + offset) // form.dtype.itemsize
+        if form.dtype == tensor.dtype:
+            return tensor.as_strided(form.shape, form.strides, first)
+        empty = torch.empty(0, dtype=form.dtype, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), first, form.shape, form.strides)
+
+    return view
+
+
 class Descriptor(NamedTuple):
     """A TMA descriptor made on the host."""
 

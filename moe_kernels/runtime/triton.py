@@ -80,17 +80,3 @@ def cdiv(x: int, y: int) -> int:
 def next_power_of_2(n: int) -> int:
     """Return `triton.next_power_of_2(n)` for n >= 0."""
     return 1 << (n - 1).bit_length() if n > 0 else 0
-
-
-__all__ = [
-    "HAS_TRITON",
-    "INTERPRET",
-    "TRITON_VERSION",
-    "cdiv",
-    "next_power_of_2",
-    "slots_compared_at_once",
-    "sort",
-    "tl",
-    "triton",
-    "version_numbers",
-]

@@ -25,7 +25,6 @@ from torch import Tensor
 from .. import reference
 from ..activation.functions import EPILOGUES
 from ..experts.fused import fused_experts
-from ..experts.plan import Step
 from ..experts.row_products import is_worth_aligning
 from ..gemm import measurements, selection
 from ..gemm.arguments.activation_gradient import ActivationGradientArguments
@@ -41,7 +40,7 @@ from ..runtime.replay import CALLS_BEFORE_RECORD, clear_records, states
 from ..runtime.triton import HAS_TRITON, INTERPRET, triton
 from ..testing import Case, check_accuracy, make_inputs, make_permutation, run_with_grads
 from ..types import Permutation, TileTable
-from .layers import Layer, layer_of, parse_layer
+from .layers import Layer, Step, layer_of, parse_layer
 from .tune import check, measure
 
 _SMALL = Case(256, 256, 128, 4, 2)

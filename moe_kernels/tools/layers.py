@@ -11,13 +11,18 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..experts.plan import Step, plan_experts
-from ..gemm.selection import Copies, Target
+from ..experts.fused import make_operands
+from ..experts.fused_op import compute_gradients, fused_experts_op, read_by_backward
+from ..gemm.arguments.base import Arguments
+from ..gemm.kernel import Kernel
+from ..gemm.selection import Copies, Target, planning
 from ..quantization.quantize import quantize
-from ..specs import is_gated
+from ..specs import as_activation, is_gated
 from ..testing import Case, make_inputs
 from ..types import ExpertWeights
 
+TRAINED = ("up", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad")
+FROZEN = ("up", "down", "down_dgrad", "up_dgrad")
 _EVERY, _NONE = Copies(True, True, True), Copies(False, False, False)
 
 
@@ -34,6 +39,19 @@ def parse_layer(text: str) -> Case:
     if min(sizes) < 1 or top_k > num_experts:
         raise argparse.ArgumentTypeError(f"T, D, F, E and K must be at least 1, and K at most E, got {text!r}")
     return Case(num_tokens, d_model, d_ff, num_experts, top_k)
+
+
+class Step(NamedTuple):
+    """A GEMM of the layer."""
+
+    name: str  # one of `TRAINED`, such as "up"
+    args: Arguments
+    kernel: Kernel | None  # None: no kernel supports the arguments
+
+    @property
+    def gathers(self) -> bool:
+        """Return whether the GEMM gathers rows of tokens."""
+        return any("row_to_token" in name and getattr(self.args, name) is not None for name in self.args.tensors)
 
 
 class Layer(NamedTuple):
@@ -53,14 +71,29 @@ class Layer(NamedTuple):
         return self.topk_experts.numel()
 
     def plan(self, target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True) -> list[Step]:
-        """Return the steps of `plan_experts`."""
-        weights = ExpertWeights(self.w_up, self.w_down, None, None)
+        """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights are frozen.
+
+        If no kernel computes the activation in its epilogue, there are two steps "up", and the first has no kernel.
+
+        Args:
+            target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
+        """
+        weights, names, needed = (self.w_up, self.w_down), list(TRAINED), {"tokens", "topk_weights", "w_up", "w_down"}
         if self.format is not None:
-            w_up, w_down = quantize(self.w_up, self.format), quantize(self.w_down, self.format)
-            weights = ExpertWeights(w_up, w_down, None, None)
-        settings = {"activation": self.activation, "precision": self.precision}
-        options = {"target": target, "copies": copies, "fuses": fuses}
-        return plan_experts(self.tokens, self.topk_experts, self.topk_weights, weights, **settings, **options)
+            weights = quantize(self.w_up, self.format), quantize(self.w_down, self.format)
+            names, needed = list(FROZEN), {"tokens", "topk_weights"}
+        kind = as_activation("explain", self.activation)
+        # Gradients are enabled so that forward keeps the pre-activations. Backward then does not recompute them.
+        with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
+            operands = make_operands(self.tokens, ExpertWeights(*weights), activation=kind, precision=self.precision)
+            operands = operands._replace(topk_experts=self.topk_experts, topk_weights=self.topk_weights)
+            made = fused_experts_op(operands)
+            compute_gradients(torch.randn_like(self.tokens), [read_by_backward(operands, *made[1:])], needed, {})
+        steps = []
+        for args, kernel in choices:
+            is_tried = kernel is None and args.epilogue is not None
+            steps.append(Step(names[0] if is_tried else names.pop(0), args, kernel))
+        return steps
 
     def forms(self) -> Iterator[tuple[str, Step]]:
         """Yield the name and step of each GEMM to measure, except GEMMs with the activation's gradient as epilogue.

@@ -164,9 +164,11 @@ class _Plan:
         permutation = sort_by_expert(choice, self.num_local, max_rows=max_rows, implementation="triton")
         return permutation._replace(row_to_token=permutation.row_to_token[:num_rows])
 
-    def experts(self, weights: Sequence[Any], parts: list[Permutation]) -> ExpertsInParts:
+    def experts(
+        self, weights: Sequence[Any], parts: list[Permutation], whole: Permutation | None = None
+    ) -> ExpertsInParts:
         options = {"adapters": Adapters(*weights[4:]), "reserved_sms": self.reserved_sms}
-        return ExpertsInParts(ExpertWeights(*weights[:4]), self.activation, parts, **options)
+        return ExpertsInParts(ExpertWeights(*weights[:4]), self.activation, parts, whole, **options)
 
 
 class _Overlapped(torch.autograd.Function):
@@ -213,7 +215,7 @@ class _Overlapped(torch.autograd.Function):
         dtopk_weights = topk_weights[0].new_empty(len(dout), topk_weights[0].shape[1])
         plan.begin(dout, dtopk_weights)
         gathering = transport.gather(dout, plan.lengths)
-        backward = plan.experts(weights, parts).backward(plan.whole(choices, parts))
+        backward = plan.experts(weights, parts, plan.whole(choices, parts))
         of_topk_weights, of_tokens = [], []
         for part, weights_of_part in enumerate(topk_weights):
             dout_of_part = gathering.wait(part)
@@ -225,11 +227,7 @@ class _Overlapped(torch.autograd.Function):
                 shares = backward.tokens_gradient().split([plan.ranks.size * length for length in plan.lengths])
             of_tokens = list(map(transport.scatter, shares))
         with unseen_by_modes():
-            of_weights = ExpertWeights(*needed[:4])
-            gradients = (
-                *backward.weight_gradients(tokens, gathering.whole, torch.cat(topk_weights), of_weights),
-                *backward.adapter_gradients(tokens, gathering.whole, Adapters(*needed[4:])),
-            )
+            gradients = backward.gradients(tokens, gathering.whole, torch.cat(topk_weights), needed)
         _arrive(of_topk_weights, dtopk_weights, plan.lengths)
         dtokens = torch.empty_like(dout) if needs_tokens else None
         _arrive(of_tokens, dtokens, plan.lengths)

@@ -35,21 +35,9 @@ class Problem(NamedTuple):
 class ProblemTable(NamedTuple):
     """The table that the kernels read. It holds addresses, so it is valid only while the tensors exist."""
 
-    problems: Tensor  # [G, NUM_FIELDS] int64
+    problems: Tensor  # [G, NUM_FIELDS] int64; begins with the pointers, sizes and leading dimensions of `Problem`
     tile_to_problem: Tensor  # [tiles] int32
     tile_shape: tuple[int, int]  # rows and columns of a tile of out
-
-    @property
-    def pointers(self) -> Tensor:  # [G, 3] int64: A, B, out
-        return self.problems[:, 0:3]
-
-    @property
-    def sizes(self) -> Tensor:  # [G, 3] int64: M, N, K
-        return self.problems[:, 3:6]
-
-    @property
-    def leading_dimensions(self) -> Tensor:  # [G, 3] int64: A, B, out
-        return self.problems[:, 6:9]
 
 
 class Survey(NamedTuple):

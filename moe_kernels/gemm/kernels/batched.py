@@ -45,14 +45,9 @@ class BatchedGemm(WrappedGroupedGemm):
         )
         return work + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
 
-    def launch(self, args: GemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
-        grouped = _grouped(args)
-        if args.tile_table is None:
-            table = self.grouped.tile_table(_with_offsets(grouped))
-            grouped = dataclasses.replace(grouped, tile_table=table)
-        return self.grouped.launch(grouped)
+    def _launch(self, args: GemmArguments) -> Launch:
+        args = args if args.tile_table is not None else self.with_metadata(args, None)
+        return self.grouped._launch(_grouped(args))
 
     def scratch_bytes(self, args: GemmArguments) -> int:
         return self.grouped.scratch_bytes(_grouped(args))
@@ -62,7 +57,7 @@ class BatchedGemm(WrappedGroupedGemm):
         num_bytes = self.grouped.metadata_bytes(_grouped(args))
         return num_bytes + _offsets_bytes(args) if num_bytes else 0
 
-    def with_metadata(self, args: GemmArguments, memory: Tensor | None, *, write: bool = True) -> GemmArguments:
+    def with_metadata(self, args: GemmArguments, memory: Tensor | None) -> GemmArguments:
         grouped = _grouped(args)
         if memory is None:
             grouped = _with_offsets(grouped)
@@ -70,7 +65,7 @@ class BatchedGemm(WrappedGroupedGemm):
             num_bytes = _offsets_bytes(args)
             grouped = _with_offsets(grouped, memory[:num_bytes].view(torch.int32)[: len(grouped.B)])
             memory = memory[num_bytes:]
-        return dataclasses.replace(args, tile_table=self.grouped.tile_table(grouped, memory, write=write))
+        return dataclasses.replace(args, tile_table=self.grouped.tile_table(grouped, memory))
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class RowTileKernel(Kernel):
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
-    def tile_table(self, args: RowArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+    def tile_table(self, args: RowArguments, memory: Tensor | None = None) -> TileTable:
         """Return the tile table in `args` if it has this kernel's tile height. Otherwise return a new table."""
         if self._has_table(args):
             return args.tile_table
@@ -41,7 +41,7 @@ class RowTileKernel(Kernel):
         if args.tile_table is not None:
             bounds = args.tile_table.bounds
             offsets = bounds.narrow(0, 1, bounds.shape[0] - 2)  # narrow is faster than a slice
-        return _table(offsets, args.out.shape[0], self._table_rows, memory, write)
+        return _table(offsets, args.out.shape[0], self._table_rows, memory)
 
     @property
     def _table_rows(self) -> int:
@@ -56,8 +56,8 @@ class RowTileKernel(Kernel):
             return 0
         return tile_table_bytes(len(args.out), len(args.B), self._table_rows)
 
-    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+    def with_metadata(self, args: Arguments, memory: Tensor | None) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory))
 
     def _index_error(self, args: RowArguments) -> str | None:
         gather = self.metadata.design.gather
@@ -147,17 +147,17 @@ class WgradKernel(Kernel):
         """Return the number of multiplications per row of a group, with the sizes of `out` padded to whole tiles."""
         return padded(*args.out.shape[1:], self.metadata.design)
 
-    def tile_table(self, args: WgradArguments, memory: Tensor | None = None, *, write: bool = True) -> TileTable:
+    def tile_table(self, args: WgradArguments, memory: Tensor | None = None) -> TileTable:
         """Return the tile table in `args`, or a new one. Kernels read only the table's `bounds` and `order`."""
         if args.tile_table is None:
-            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory, write)
+            return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory)
         return args.tile_table
 
     def metadata_bytes(self, args: WgradArguments) -> int:
         return 0 if args.tile_table is not None else tile_table_bytes(args.num_rows, len(args.out), _BOUNDS_BLOCK)
 
-    def with_metadata(self, args: Arguments, memory: Tensor | None, *, write: bool = True) -> Arguments:
-        return dataclasses.replace(args, tile_table=self.tile_table(args, memory, write=write))
+    def with_metadata(self, args: Arguments, memory: Tensor | None) -> Arguments:
+        return dataclasses.replace(args, tile_table=self.tile_table(args, memory))
 
 
 def padded(rows: int, columns: int, design: Design) -> int:
@@ -166,10 +166,9 @@ def padded(rows: int, columns: int, design: Design) -> int:
     return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
 
 
-def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None, write: bool) -> TileTable:
+def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -> TileTable:
     table = tile_table_in(memory, offsets, num_rows, offsets.shape[0], height)
-    if write:
-        write_table(table, offsets, num_rows)
+    write_table(table, offsets, num_rows)
     return table
 
 

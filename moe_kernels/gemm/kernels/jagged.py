@@ -13,7 +13,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ...runtime.launch import Launch, launch_kernel
+from ...runtime.launch import Launch, launch_kernel, with_strides
 from ...runtime.triton import cdiv, next_power_of_2, tl, triton
 from ...types import TileTable
 from ..arguments.jagged import JaggedGemmArguments
@@ -41,11 +41,9 @@ class JaggedGemm(WrappedGroupedGemm):
             return Status(f"Operand `group_offsets`: expected int32 or int64, got {args.group_offsets.dtype}")
         return self.grouped.supports_design(args.grouped(self._num_table_groups(args)))
 
-    def launch(self, args: JaggedGemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: JaggedGemmArguments) -> Launch:
         args = self.with_metadata(args, None)
-        return self.grouped.launch(args.grouped(self._num_table_groups(args)))
+        return self.grouped._launch(args.grouped(self._num_table_groups(args)))
 
     def scratch_bytes(self, args: JaggedGemmArguments) -> int:
         return self.grouped.scratch_bytes(args.grouped(self._num_table_groups(args)))
@@ -55,14 +53,11 @@ class JaggedGemm(WrappedGroupedGemm):
             return 0
         return tile_table_bytes(len(args.A), self._num_table_groups(args), self.metadata.design.tile_shape[0])
 
-    def with_metadata(
-        self, args: JaggedGemmArguments, memory: Tensor | None, *, write: bool = True
-    ) -> JaggedGemmArguments:
+    def with_metadata(self, args: JaggedGemmArguments, memory: Tensor | None) -> JaggedGemmArguments:
         if self._has_table(args):
             return args
         height, parts = self.metadata.design.tile_shape[0], None if self.by_group else 1
-        options = {"parts": parts, "out": args.out, "memory": memory, "write": write}
-        table = make_jagged_table(args.group_offsets, len(args.A), height, **options)
+        table = make_jagged_table(args.group_offsets, len(args.A), height, parts=parts, out=args.out, memory=memory)
         return dataclasses.replace(args, tile_table=table)
 
     def _has_table(self, args: JaggedGemmArguments) -> bool:
@@ -87,7 +82,6 @@ def make_jagged_table(
     parts: int | None,  # number of equal parts into which rows are cut; None cuts by group
     out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
-    write: bool = True,  # False leaves the table and `out` uninitialised
 ) -> TileTable:
     """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
 
@@ -97,13 +91,6 @@ def make_jagged_table(
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
     table = tile_table_in(memory, group_offsets, num_rows, parts or num_groups, block_rows)
-    if write:
-        _write_table(table, group_offsets, num_rows, parts, out)
-    return table
-
-
-def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: int | None, out: Tensor | None) -> None:
-    num_groups = len(group_offsets) - 1
     capacity = len(table.tiles)
     blocks = table_blocks(num_groups)
     programs = cdiv(max(capacity, parts or num_groups), blocks["PROGRAM_ENTRIES"])
@@ -116,8 +103,7 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
         table.tiles,
         table.num_tiles,
         table.order,
-        out,
-        None if out is None else out.stride(),
+        *with_strides(out),
         num_rows,
         capacity,
         num_groups,
@@ -129,6 +115,7 @@ def _write_table(table: TileTable, group_offsets: Tensor, num_rows: int, parts: 
         BLOCK_N=1024,
         **blocks,
     )
+    return table
 
 
 @triton.jit(do_not_specialize=["num_rows", "capacity"])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign
@@ -164,10 +163,8 @@ def _grouped_gemm_kernel(
 class PointerGroupedGemm(GroupedGemmKernel):
     """Takes `GroupedGemmArguments` without an epilogue. One program computes one tile."""
 
-    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+    def _launch(self, args: GroupedGemmArguments) -> Launch:
         num_columns = args.out.shape[1]
-        if not args.out.numel():
-            return None
         design = self.metadata.design
         _, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
@@ -177,13 +174,10 @@ class PointerGroupedGemm(GroupedGemmKernel):
             _grouped_gemm_kernel,
             (capacity * cdiv(num_columns, block_n),),
             (
-                args.A,
-                args.A.stride(),
+                *with_strides(args.A),
                 args.row_to_token,
-                args.B,
-                args.B.stride(),
-                args.out,
-                args.out.stride(),
+                *with_strides(args.B),
+                *with_strides(args.out),
                 *with_strides(args.bias),
                 *with_strides(args.row_scale),
                 *with_strides(args.scale_a),
@@ -203,13 +197,9 @@ class PointerGroupedGemm(GroupedGemmKernel):
                 "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
                 "ZERO_TAIL": int(args.zero_tail),
                 "PRECISION": dot_precision(args.A),
-                **design.tile_options,
+                **design.tile_options(),
             },
         )
-
-
-def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
-    return tensor, None if tensor is None else tensor.stride()
 
 
 EXTRA = ("extra_a", "extra_b")

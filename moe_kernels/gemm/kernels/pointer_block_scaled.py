@@ -10,7 +10,7 @@ import torch
 
 from ...reference_fp8 import BLOCK
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import INTERPRET as _INTERPRET
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.block_scaled import BlockScaledGemmArguments
@@ -111,9 +111,7 @@ class BlockScaledKernel(RowTileKernel):
 class PointerBlockScaledGemm(BlockScaledKernel):
     """Computes `BlockScaledGemmArguments` through pointers. One program computes one tile of out."""
 
-    def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: BlockScaledGemmArguments) -> Launch:
         design = self.metadata.design
         table = self.tile_table(args)
         num_groups, depth, num_columns = args.B.shape
@@ -122,17 +120,12 @@ class PointerBlockScaledGemm(BlockScaledKernel):
             _block_scaled_kernel,
             (capacity * cdiv(num_columns, design.tile_shape[1]),),
             (
-                args.A,
-                args.A.stride(),
-                args.scale_a,
-                args.scale_a.stride(),
+                *with_strides(args.A),
+                *with_strides(args.scale_a),
                 args.row_to_token,
-                args.B,
-                args.B.stride(),
-                args.scale_b,
-                args.scale_b.stride(),
-                args.out,
-                args.out.stride(),
+                *with_strides(args.B),
+                *with_strides(args.scale_b),
+                *with_strides(args.out),
                 table.bounds,
                 table.tiles,
                 table.num_tiles,
@@ -141,7 +134,7 @@ class PointerBlockScaledGemm(BlockScaledKernel):
                 depth,
                 num_columns,
             ),
-            {"EVEN_K": depth % BLOCK == 0, "ZERO_TAIL": int(args.zero_tail), **design.tile_options},
+            {"EVEN_K": depth % BLOCK == 0, "ZERO_TAIL": int(args.zero_tail), **design.tile_options()},
         )
 
 

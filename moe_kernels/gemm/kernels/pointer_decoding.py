@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ...quantization.kernels import decode_tile, form_of, kernel_arguments
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.decoding import DecodingGemmArguments
 from ..kernel import SUPPORTED, Kernel, KernelMetadata, Operand, PointerDesign, Status
 from .families import kernel_name
 from .float32_products import add_product, dot_precision, zero_total
-from .pointer import multiply_tile, with_strides
+from .pointer import multiply_tile
 
 # From this average number of rows per expert on, weights are dequantised before the GEMM. By calculation, writing and
 # reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
@@ -160,23 +160,18 @@ class DecodingGemm(Kernel):
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
         return row_tiles * (block_m + decoding) * cdiv(args.B.shape[2], block_n) * block_n
 
-    def launch(self, args: DecodingGemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: DecodingGemmArguments) -> Launch:
         table, design = args.tile_table, self.metadata.design
         assert table is not None
         weight, num_columns = args.B.weight, args.out.shape[1]
-        block_m, block_n, block_k = design.tile_shape
         return Launch(
             _decoding_gemm_kernel,
-            (table.tiles.shape[0] * cdiv(num_columns, block_n),),
+            (table.tiles.shape[0] * cdiv(num_columns, design.tile_shape[1]),),
             (
-                args.A,
-                args.A.stride(),
+                *with_strides(args.A),
                 args.row_to_token,
                 *kernel_arguments(weight),
-                args.out,
-                args.out.stride(),
+                *with_strides(args.out),
                 *with_strides(args.bias),
                 *with_strides(args.extra_a),
                 *with_strides(args.extra_b),
@@ -192,11 +187,7 @@ class DecodingGemm(Kernel):
                 "EXTRA_K": 0 if args.extra_a is None else args.extra_a.shape[1],
                 "PRECISION": _precision(args.A),
                 "TILE_ROWS": table.block_rows,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options(grouped=False),
             },
         )
 

@@ -78,9 +78,7 @@ class PointerGemm(Kernel):
             args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
         )
 
-    def launch(self, args: GemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: GemmArguments) -> Launch:
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
         num_rows, num_columns = args.out.shape[-2:]
@@ -103,7 +101,7 @@ class PointerGemm(Kernel):
                 "EVEN_K": depth % block_k == 0,
                 "PRECISION": dot_precision(args.A),
                 "FORWARD": plain_forward(self.metadata),
-                **design.tile_options,
+                **design.tile_options(),
             },
         )
 

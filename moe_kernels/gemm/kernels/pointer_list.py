@@ -107,9 +107,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         return Status(None if args.survey.whole else "expected contiguous axes of whole 16 bytes for all problems")
 
-    def launch(self, args: GroupedGemmListArguments) -> Launch | None:
-        if not args.survey.num_filled:
-            return None
+    def _launch(self, args: GroupedGemmListArguments) -> Launch:
         design = self.metadata.design
         _, _, block_k = design.tile_shape
         table = self.table(args)
@@ -131,7 +129,7 @@ class PointerArrayGemm(GroupedGemmListKernel):
                 "EVEN_K": all(depth % block_k == 0 for depth in args.survey.depths),
                 "PRECISION": dot_precision(a),
                 "FORWARD": plain_forward(self.metadata),
-                **design.tile_options,
+                **design.tile_options(),
             },
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.grouped import WgradArguments
 from ..kernel import KernelMetadata, Operand, PointerDesign, WgradOperands
@@ -78,24 +78,19 @@ class PointerWgrad(WgradKernel):
 
     accumulates = True
 
-    def launch(self, args: WgradArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: WgradArguments) -> Launch:
         design = self.metadata.design
-        block_k, block_n, block_r = design.tile_shape
+        block_k, block_n, _ = design.tile_shape
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _wgrad_kernel,
             (num_groups * cdiv(size_k, block_k) * cdiv(size_n, block_n),),
             (
-                args.A,
-                args.A.stride(),
+                *with_strides(args.A),
                 args.a_row_to_token,
-                args.dout,
-                args.dout.stride(),
+                *with_strides(args.dout),
                 args.dout_row_to_token,
-                args.out,
-                args.out.stride(),
+                *with_strides(args.out),
                 self.tile_table(args).bounds,
                 size_k,
                 size_n,
@@ -103,11 +98,7 @@ class PointerWgrad(WgradKernel):
             {
                 "ACCUMULATE": args.accumulate,
                 "PRECISION": dot_precision(args.A),
-                "BLOCK_K": block_k,
-                "BLOCK_N": block_n,
-                "BLOCK_R": block_r,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options("KNR", grouped=False),
             },
         )
 

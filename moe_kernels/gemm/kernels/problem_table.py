@@ -20,20 +20,30 @@ from torch.nn import functional
 
 from ...runtime.dispatch import FLOAT8
 from ...runtime.triton import cdiv, tl, triton
-from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
 from ..kernel import Kernel, KernelMetadata, PointerDesign, Status, TmaDesign
 from .families import num_programs
 
 
+def upload(op: str, values: Tensor, out: Tensor) -> Tensor:
+    """Copy the CPU tensor `values` to `out` on any device, with one asynchronous copy from pinned memory. Return `out`.
+
+    Raises:
+        NotImplementedError: during CUDA graph capture. A replay would copy from memory that has been reused.
+    """
+    if not out.is_cuda:
+        return out.copy_(values)
+    if torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(f"{op}: copies integers to the GPU, which a CUDA graph cannot: call it before")
+    return out.copy_(values.pin_memory(), non_blocking=True)
+
+
 def make_problem_table(
-    args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None, *, write: bool = True
+    args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None
 ) -> ProblemTable:
     """Return the table of these arguments for tiles of one shape: one upload, no host synchronisation.
 
-    Args:
-        memory: [problem_table_bytes] uint8 on the device for the table; None allocates.
-        write: False leaves the table uninitialised.
+    The table is made in `memory` [problem_table_bytes] uint8 on the device. None allocates.
     """
     problems = args.survey.problems
     order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
@@ -51,9 +61,7 @@ def make_problem_table(
     values = torch.cat([described, paired])
     if memory is None:
         memory = torch.empty(values.nbytes, dtype=torch.uint8, device=args.A.device)
-    both = memory[: values.nbytes].view(torch.int64)
-    if write:
-        upload("grouped_gemm_list", values, both)
+    both = upload("grouped_gemm_list", values, memory[: values.nbytes].view(torch.int64))
     tiles = both[len(described) :].view(torch.int32)[: ends[-1]]
     return ProblemTable(both[: len(described)].view(-1, NUM_FIELDS), tiles, (block_m, block_n))
 
@@ -100,13 +108,11 @@ class GroupedGemmListKernel(Kernel):
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         """Check the remaining requirements of a kernel that needs alignment. Called only with aligned arguments."""
 
-    def table(
-        self, args: GroupedGemmListArguments, memory: Tensor | None = None, *, write: bool = True
-    ) -> ProblemTable:
+    def table(self, args: GroupedGemmListArguments, memory: Tensor | None = None) -> ProblemTable:
         """Return the table in `args` if it has this kernel's tile shape. Otherwise return a new table."""
         if self._has_table(args):
             return args.table
-        return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory, write=write)
+        return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory)
 
     def _has_table(self, args: GroupedGemmListArguments) -> bool:
         return args.table is not None and args.table.tile_shape == self.metadata.design.tile_shape[:2]
@@ -114,10 +120,8 @@ class GroupedGemmListKernel(Kernel):
     def metadata_bytes(self, args: GroupedGemmListArguments) -> int:
         return 0 if self._has_table(args) else problem_table_bytes(args, *self.metadata.design.tile_shape[:2])
 
-    def with_metadata(
-        self, args: GroupedGemmListArguments, memory: Tensor | None, *, write: bool = True
-    ) -> GroupedGemmListArguments:
-        return dataclasses.replace(args, table=self.table(args, memory, write=write))
+    def with_metadata(self, args: GroupedGemmListArguments, memory: Tensor | None) -> GroupedGemmListArguments:
+        return dataclasses.replace(args, table=self.table(args, memory))
 
     def num_programs(self, args: GroupedGemmListArguments) -> int:
         """Return the number of programs: one per tile, at most `programs_per_sm` for each SM."""

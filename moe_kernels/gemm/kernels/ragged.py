@@ -14,18 +14,6 @@ from __future__ import annotations
 from ...runtime.triton import tl, triton
 
 MAX_ROWS = 2**30 - 1
-_BIG = 0x7FFF0000
-
-
-def ragged_shape_and_strides(row_stride: int, num_columns: int, split: int = 1) -> tuple[list[int], list[int]]:
-    """Return the descriptor's shape and strides. With `split` 2 the columns form two halves, and no block reaches from
-    one half into the other."""
-    shape = [_BIG, _BIG, 2**30, num_columns]
-    strides = [2**34 - row_stride, row_stride, row_stride, 1]
-    if split > 1:
-        shape[3:] = [split, num_columns // split]
-        strides[3:] = [num_columns // split, 1]
-    return shape, strides
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import math
 import torch
 
 from ...activation.functions import EPILOGUES
-from ...runtime.launch import Launch
+from ...runtime.launch import Launch, with_strides
 from ...runtime.row_layout import alignment
 from ...runtime.triton import cdiv, tl, triton
 from ..arguments.base import rows_bucket
@@ -178,11 +178,9 @@ class StreamingGroupedGemm(GroupedGemmKernel):
     def _has_table(self, args: GroupedGemmArguments) -> bool:
         return args.tile_table is not None
 
-    def launch(self, args: GroupedGemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+    def _launch(self, args: GroupedGemmArguments) -> Launch:
         design, epilogue = self.metadata.design, self.metadata.epilogue
-        block_m, block_n, block_k = design.tile_shape
+        _, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
         num_groups, depth, num_columns = args.B.shape
         product = args.out if epilogue is None else args.preactivation
@@ -198,8 +196,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
                 args.B,
                 args.B.stride(0),
                 args.B.stride(2),
-                args.bias,
-                None if args.bias is None else args.bias.stride(),
+                *with_strides(args.bias),
                 product,
                 product.stride(0),
                 activated,
@@ -217,11 +214,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
                 "ZERO_TAIL": int(args.zero_tail),
                 "FORWARD": None if epilogue is None else EPILOGUES[epilogue].forward,
                 "TABLE_ROWS": table.block_rows,
-                "BLOCK_M": block_m,
-                "BLOCK_N": block_n,
-                "BLOCK_K": block_k,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
+                **design.tile_options(grouped=False),
             },
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from ...activation.functions import EPILOGUES
-from ...runtime.launch import DESCRIPTOR_BYTES, Launch
+from ...runtime.launch import DESCRIPTOR_BYTES, Launch, with_strides
 from ...runtime.triton import tl, triton
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, TmaDesign
@@ -162,7 +162,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
         num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)
         return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
 
-    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+    def _launch(self, args: GroupedGemmArguments) -> Launch:
         design = self.metadata.design
         _, _, block_k = design.tile_shape
         table = self.tile_table(args)
@@ -182,8 +182,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
                 args.B,
                 stride_g,
                 stride_n if b_column else stride_k,
-                args.bias,
-                None if args.bias is None else args.bias.stride(),
+                *with_strides(args.bias),
                 product,
                 product.stride(0),
                 args.out if gated else None,
@@ -201,7 +200,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
                 "B_COLUMN": b_column,
                 "FORWARD": EPILOGUES[self.metadata.epilogue].forward if gated else None,
                 "FLATTEN": design.flatten,
-                **design.tile_options,
+                **design.tile_options(),
             },
         )
 

@@ -96,9 +96,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
     def scratch_bytes(self, args: GroupedGemmListArguments) -> int:
         return DESCRIPTOR_BYTES * 3 * self.num_programs(args)
 
-    def launch(self, args: GroupedGemmListArguments) -> Launch | None:
-        if not args.survey.num_filled:
-            return None
+    def _launch(self, args: GroupedGemmListArguments) -> Launch:
         table = self.table(args)
         return Launch(
             _tma_array_kernel,
@@ -110,7 +108,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
                 "FIELDS": NUM_FIELDS,
                 "A_COLUMN": args.survey.layouts[0] == "column",
                 "B_COLUMN": args.survey.layouts[1] == "column",
-                **self.metadata.design.tile_options,
+                **self.metadata.design.tile_options(),
             },
         )
 

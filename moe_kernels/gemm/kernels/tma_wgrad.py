@@ -85,9 +85,7 @@ class TmaWgrad(WgradKernel):
         num_descriptors = 1 + (args.a_row_to_token is None) + (args.dout_row_to_token is None)
         return DESCRIPTOR_BYTES * num_descriptors * num_programs(args.A)
 
-    def launch(self, args: WgradArguments) -> Launch | None:
-        design = self.metadata.design
-        block_k, block_n, block_r = design.tile_shape
+    def _launch(self, args: WgradArguments) -> Launch:
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _tma_wgrad_kernel,
@@ -107,14 +105,7 @@ class TmaWgrad(WgradKernel):
                 size_k,
                 size_n,
             ),
-            {
-                "GROUP_TILES": design.group_tiles,
-                "BLOCK_K": block_k,
-                "BLOCK_N": block_n,
-                "BLOCK_R": block_r,
-                "num_warps": design.num_warps,
-                "num_stages": design.num_stages,
-            },
+            self.metadata.design.tile_options("KNR"),
         )
 
 

@@ -347,15 +347,6 @@ def _is_transposed(b: Tensor) -> bool:
     return b.stride(1) < b.stride(2)
 
 
-def empty_wgrad(
-    like: Tensor, num_groups: int, size_k: int, size_n: int, transposed: bool, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return an uninitialised [G, K, N] gradient, stored as [G, N, K] if `transposed`."""
-    if transposed:
-        return like.new_empty(num_groups, size_n, size_k, dtype=dtype).transpose(1, 2)
-    return like.new_empty(num_groups, size_k, size_n, dtype=dtype)
-
-
 @registered_op("grouped_gemm_wgrad_out", mutates=("out",))
 def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool) -> None:
     _launch_wgrad(a, dout, offsets, out, accumulate)
@@ -371,14 +362,18 @@ def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumul
 def _wgrad_op(
     a: Tensor, dout: Tensor, offsets: Tensor, transposed: bool, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    out = empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+    """Return the gradient [G, K, N], stored as [G, N, K] if `transposed`."""
+    out = _empty_wgrad(a, dout, offsets, transposed, out_dtype)
     _launch_wgrad(a, dout, offsets, out)
     return out
 
 
 @_wgrad_op.register_fake
-def _(a, dout, offsets, transposed, out_dtype=None):
-    return empty_wgrad(a, offsets.shape[0], a.shape[1], dout.shape[1], transposed, out_dtype)
+def _empty_wgrad(a, dout, offsets, transposed, out_dtype=None):
+    num_groups, size_k, size_n = offsets.shape[0], a.shape[1], dout.shape[1]
+    if transposed:
+        return a.new_empty(num_groups, size_n, size_k, dtype=out_dtype).transpose(1, 2)
+    return a.new_empty(num_groups, size_k, size_n, dtype=out_dtype)
 
 
 def _wgrad_setup(ctx, inputs, output):

@@ -123,12 +123,9 @@ class GroupedProblem:
             raise ValueError(f"{op}: {error}")
         if kernel is None and choose_gemm(op, implementation, a_list[0]) == "reference":
             return cls(args, None)
-        return cls._prepared(args, kernel or selection.select(args))
-
-    @classmethod
-    def _prepared(cls, args: GroupedGemmListArguments, kernel: Kernel) -> GroupedProblem:
+        kernel = kernel or selection.select(args)
         if not (status := kernel.supports(args)):
-            raise ValueError(f"GroupedProblem.from_lists: {kernel.metadata.kernel_name}: {status.error}")
+            raise ValueError(f"{op}: {kernel.metadata.kernel_name}: {status.error}")
         table = make_problem_table(args, *kernel.metadata.design.tile_shape[:2])
         args = dataclasses.replace(args, table=table)
         artifact = kernel.compile(args, assume_supported_args=True) if args.survey.num_filled else None

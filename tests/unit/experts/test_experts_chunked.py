@@ -50,16 +50,15 @@ def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, r
     """Return the output, then gradients in the order of the operands."""
     parts = [permutation_of(part) for part in chosen.split(lengths)]
     whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
-    experts = ExpertsInParts(weights, as_activation("test", activation), parts, reserved_sms=reserved_sms)
+    experts = ExpertsInParts(weights, as_activation("test", activation), parts, whole, reserved_sms=reserved_sms)
     split = [tensor.split(lengths) for tensor in (tokens, topk_weights, dout)]
     forward = [experts.activate(n, part) for n, part in enumerate(split[0])]
-    backward = experts.backward(whole)
     dweights = [
-        backward.backward_part(n, d, w, made.preactivation)
+        experts.backward_part(n, d, w, made.preactivation)
         for n, ((_, w, d), made) in enumerate(zip(zip(*split, strict=True), forward, strict=True))
     ]
-    needed = ExpertWeights(*(weight is not None for weight in weights))
-    gradients = backward.weight_gradients(tokens, dout, topk_weights, needed)
+    needed = [weight is not None for weight in weights]
+    gradients = experts.gradients(tokens, dout, topk_weights, needed + [False] * 4)[:4]
     assert [gradient is None for gradient in gradients] == [weight is None for weight in weights]
     halves = slice(tokens.shape[1] // 2), slice(tokens.shape[1] // 2, None)
     out = torch.cat(
@@ -68,7 +67,7 @@ def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, r
             for n, (made, w) in enumerate(zip(forward, split[1], strict=True))
         ]
     )
-    results = [out, backward.tokens_gradient(), torch.cat(dweights), *gradients]
+    results = [out, experts.tokens_gradient(), torch.cat(dweights), *gradients]
     return [result for result in results if result is not None]
 
 
@@ -114,16 +113,15 @@ def test_adapters(lengths, device):
     tokens, topk_weights, chosen, weights, dout = draw(device, dtype, sum(lengths), "swiglu", False)
     padded, plain = draw_adapters(weights)
     parts = [permutation_of(part) for part in chosen.split(lengths)]
-    experts = ExpertsInParts(weights, as_activation("test", "swiglu"), parts, adapters=padded)
+    whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
+    experts = ExpertsInParts(weights, as_activation("test", "swiglu"), parts, whole, adapters=padded)
     split = list(zip(*(tensor.split(lengths) for tensor in (tokens, topk_weights, dout)), strict=True))
     made = [experts.activate(n, x) for n, (x, _, _) in enumerate(split)]
     out = torch.cat([experts.outputs(n, made[n].activated, w, slice(None)) for n, (_, w, _) in enumerate(split)])
-    backward = experts.backward(permutation_of(chosen) if len(lengths) > 1 else parts[0])
-    dweights = [backward.backward_part(n, d, w, made[n].preactivation) for n, (_, w, d) in enumerate(split)]
-    factors = backward.adapter_gradients(tokens, dout, Adapters(*[True] * 4))
-    dup_a, dup_b, ddown_a, ddown_b = factors
+    dweights = [experts.backward_part(n, d, w, made[n].preactivation) for n, (_, w, d) in enumerate(split)]
+    dup_a, dup_b, ddown_a, ddown_b = experts.gradients(tokens, dout, topk_weights, [False] * 4 + [True] * 4)[4:]
     unpadded = dup_a[:, :3], 0.5 * dup_b[..., :3], ddown_a[:, :3], 0.5 * ddown_b[..., :3]  # the scale is in b
-    actual = [out, backward.tokens_gradient(), torch.cat(dweights), *unpadded]
+    actual = [out, experts.tokens_gradient(), torch.cat(dweights), *unpadded]
 
     def all_at_once(dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in (tokens, *plain[:4])]

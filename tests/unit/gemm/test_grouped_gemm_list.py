@@ -259,11 +259,11 @@ def test_table(device):
     args = GroupedGemmListArguments(a_list, b_list, outs)
     table = make_problem_table(args, 64, 128)
     assert table.tile_to_problem.tolist() == [5, 5, 5, 5, 4, 2]
-    assert table.sizes.tolist() == [[m, n, k] for m, n, k in CASES["empty"]] + [[65, 200, 40]]
-    assert table.pointers.tolist() == [
+    assert table.problems[:, 3:6].tolist() == [[m, n, k] for m, n, k in CASES["empty"]] + [[65, 200, 40]]
+    assert table.problems[:, :3].tolist() == [
         [t.data_ptr() for t in matrices] for matrices in zip(a_list, b_list, outs, strict=True)
     ]
-    assert table.leading_dimensions[4:].tolist() == [[16, 24, 24], [40, 40, 200]]
+    assert table.problems[4:, 6:9].tolist() == [[16, 24, 24], [40, 40, 200]]
     assert table.problems[:, 9].tolist() == [0, 0, 0, 0, 0, 2]
     assert table.problems[[5, 4, 2], 10:].tolist() == [[0, 4], [4, 5], [5, 6]]
 

@@ -14,7 +14,7 @@ from moe_kernels.activation.kernels import activation_kernel
 from moe_kernels.permutation.permute import _permute_kernel, launch_permute
 from moe_kernels.runtime import launch as launching
 from moe_kernels.runtime.gluon import KNOWS_GLUON
-from moe_kernels.runtime.launch import Launch, signature, static_properties
+from moe_kernels.runtime.launch import Launch, static_properties
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import CASES, make_inputs, make_permutation
 
@@ -50,12 +50,11 @@ def spread_launches():
     return plain, alike, others
 
 
-@pytest.mark.parametrize("facts", [static_properties, signature])
-def test_static_properties_tell_apart_what_triton_compiles_for(facts):
+def test_static_properties_tell_apart_what_triton_compiles_for():
     plain, alike, others = spread_launches()
     for what, launch in others.items():
-        assert facts(launch) != facts(plain), what
-    assert facts(alike) == facts(plain) and hash(facts(alike)) == hash(facts(plain))
+        assert static_properties(launch) != static_properties(plain), what
+    assert static_properties(alike) == static_properties(plain)
 
 
 def activation_launch(preactivation, num_rows, limit):
@@ -65,15 +64,14 @@ def activation_launch(preactivation, num_rows, limit):
     return Launch(activation_kernel, (1,), arguments, options)
 
 
-def test_signatures_of_numbers():
+def test_static_properties_of_numbers():
     """A number of rows counts by its bits, a non-integer by its type; and 1, 1.0 and True differ."""
     rows = torch.zeros(4, 32)
     plain = activation_launch(rows, 4, 7.0)
     for alike in (activation_launch(rows, 5, 7.0), activation_launch(rows, 16, 1.0)):
-        assert signature(alike) == signature(plain)
+        assert static_properties(alike) == static_properties(plain)
     others = [activation_launch(rows, 2**31, 7.0), *(activation_launch(rows, 4, limit) for limit in (1, True, None))]
-    found = {signature(launch) for launch in (plain, *others)}
-    assert len(found) == len({static_properties(launch) for launch in (plain, *others)}) == 5
+    assert len({static_properties(launch) for launch in (plain, *others)}) == 5
 
 
 class Compiled:
@@ -125,7 +123,7 @@ def run(launch):
 
 
 def ready(launch):
-    return launching._ready[signature(launch)].compiled
+    return launching._ready[static_properties(launch)].compiled
 
 
 def found(launch):
@@ -142,16 +140,6 @@ def test_each_launch_finds_its_own_kernel(launches):
     assert len(launching._ready) == len(launches) - 1  # two are alike
 
 
-def test_strides_that_change_do_not_pile_up(launches, monkeypatch):
-    monkeypatch.setattr(launching, "_MOST_SIGNATURES", 3)
-    plain = launches[0]
-    for columns in range(48, 48 + 16 * 20, 16):
-        tokens = torch.zeros(4, columns)[:, :32]
-        launch = plain._replace(arguments=(tokens, tokens.stride(), *plain.arguments[2:]))
-        assert found(launch) == static_properties(launch) == static_properties(plain)
-        assert len(launching._ready) <= 3
-
-
 def test_numbers_of_rows_share_what_is_kept(launches):
     for num_tokens in (4, 5, 16, 1000):
         tokens, rows = (torch.zeros(many, 32) for many in (num_tokens, 2 * num_tokens))
@@ -160,7 +148,7 @@ def test_numbers_of_rows_share_what_is_kept(launches):
 
 
 def test_cpu_tensors_leave_nothing(launches, monkeypatch):
-    """They are compiled for a target that the signature does not name."""
+    """They are compiled for a target that the static properties do not name."""
     monkeypatch.undo()
     monkeypatch.setattr(launching, "_ready", {})
     monkeypatch.setattr(launching, "INTERPRET", False)
@@ -169,8 +157,7 @@ def test_cpu_tensors_leave_nothing(launches, monkeypatch):
     assert launching._ready == {}
 
 
-def test_threads_find_their_own_kernels(launches, monkeypatch):
-    monkeypatch.setattr(launching, "_MOST_SIGNATURES", 2)  # so that they also forget under each other's feet
+def test_threads_find_their_own_kernels(launches):
     wrong = []
 
     def find(launches):
@@ -221,7 +208,7 @@ def test_hooks_that_come_later_are_prepared_for(launches, monkeypatch):
 def test_descriptors_made_on_the_device_get_memory(launches, monkeypatch):
     plain = launches[0]
     compiled = Compiled(plain, scratch_bytes=128)
-    launching._keep(plain, compiled)
+    launching._ready[static_properties(plain)] = launching._make_ready(plain, compiled)
     allocators = []
     monkeypatch.setattr(triton, "set_allocator", allocators.append)
     for memory in (None, torch.zeros(300, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)):
@@ -272,7 +259,7 @@ def test_compiled_artifacts_launch_as_the_jit_does():
 
 
 def test_a_tensor_for_none_and_a_parameter_for_a_tensor(launches):
-    """What has another type is read in another way."""
+    """A parameter runs the kernel of a tensor; an absent tensor needs another."""
     plain = launches[0]
     tokens, strides, weights, *rest = plain.arguments
     absent = plain._replace(arguments=(tokens, strides, None, *rest))
@@ -282,7 +269,7 @@ def test_a_tensor_for_none_and_a_parameter_for_a_tensor(launches):
         for launch in (plain, absent, trained, half):
             assert found(launch) == static_properties(launch)
     assert found(trained) == found(plain) and len({found(w) for w in (plain, absent, half)}) == 3
-    assert len(launching._ready) == 4
+    assert len(launching._ready) == 3
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ import torch
 
 from moe_kernels import WarpSpecializedDesign, get_kernels, reference
 from moe_kernels.__main__ import main
-from moe_kernels.experts.plan import Step
 from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernel import device_cc
 from moe_kernels.gemm.kernels.hopper.gated_gradient import WarpSpecializedActivationGradient
@@ -19,7 +18,7 @@ from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.testing import Case
 from moe_kernels.tools import explain
 from moe_kernels.tools.explain import find_target, op_of, print_speed, print_steps, why_not_faster
-from moe_kernels.tools.layers import layer_of
+from moe_kernels.tools.layers import Step, layer_of
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
 

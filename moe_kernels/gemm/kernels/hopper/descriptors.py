@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....runtime.gluon import OBSTACLE
-from ..ragged import ragged_shape_and_strides
 
 if OBSTACLE is None:
     from triton.experimental.gluon import language as gl
@@ -40,25 +38,18 @@ def descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
     return made
 
 
-@functools.lru_cache(maxsize=4096)
-def _plain_form(shape: torch.Size, strides: tuple[int, ...], block: tuple[int, ...], bits: int) -> dict[str, Any]:
-    return form(list(shape), list(strides), list(block), bits)
-
-
-@functools.lru_cache(maxsize=4096)
-def _ragged_form(row_stride: int, num_columns: int, block: tuple[int, int], split: int) -> dict[str, Any]:
-    shape, strides = ragged_shape_and_strides(row_stride, num_columns, split)
-    middle = [1] if split > 1 else []
-    return form(shape, strides, [1, 1, block[0], *middle, block[1]], swizzle=min(2 * block[1], 128))
-
-
 def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
-    return descriptor(tensor, _plain_form(tensor.shape, tensor.stride(), block, 8 * tensor.dtype.itemsize))
+    return descriptor(tensor, form(list(tensor.shape), list(tensor.stride()), list(block), 8 * tensor.dtype.itemsize))
 
 
 def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Describe a 16-bit tensor as [R, C], or with `split` 2 as [R, 2, C / 2], so that no block crosses the halves."""
-    return descriptor(tensor, _ragged_form(tensor.stride(0), tensor.shape[1], block, split))
+    """Describe a 16-bit tensor as [R, C], or with `split` 2 as [R, 2, C / 2], so that no block crosses the halves.
+    `ragged.py` explains the shape and the strides."""
+    (rows, columns), stride, width = block, tensor.stride(0), tensor.shape[1] // split
+    split_shape, split_stride, split_block = ([split], [width], [1]) if split > 1 else ([], [], [])
+    shape = [0x7FFF0000, 0x7FFF0000, 2**30, *split_shape, width]
+    strides = [2**34 - stride, stride, stride, *split_stride, 1]
+    return descriptor(tensor, form(shape, strides, [1, 1, rows, *split_block, columns], swizzle=min(2 * columns, 128)))
 
 
 def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
@@ -68,14 +59,10 @@ def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, in
     return None, a, a.stride(0), row_to_token, a.shape[1]
 
 
-@functools.lru_cache(maxsize=4096)
-def matrices_form(
-    shape: torch.Size, strides: tuple[int, ...], by_columns: bool, block_n: int, block_k: int, bits: int = 16
-) -> dict[str, Any]:
-    """Return all fields except the tensor of a descriptor of matrices [G, K, N], contiguous along K if `by_columns`,
-    else along N."""
-    num_groups, depth, num_columns = shape
-    stride_g, stride_k, stride_n = strides
+def matrices_descriptor(b: Tensor, by_columns: bool, block_n: int, block_k: int) -> TensorDescriptor:
+    """Describe matrices [G, K, N] that are contiguous along K if `by_columns`, else along N."""
+    (num_groups, depth, num_columns), (stride_g, stride_k, stride_n) = b.shape, b.stride()
+    fields = [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n]
     if by_columns:
-        return form([num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k], bits)
-    return form([num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n], bits)
+        fields = [num_groups, num_columns, depth], [stride_g, stride_n, 1], [1, block_n, block_k]
+    return descriptor(b, form(*fields, 8 * b.dtype.itemsize))

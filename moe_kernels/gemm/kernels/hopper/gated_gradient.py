@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
-from ....runtime.gluon import OBSTACLE, compiler_options, gradient_registers
+from ....runtime.gluon import OBSTACLE, gradient_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
 from ..families import RowTileKernel, kernel_name, num_programs, tma_status
-from .descriptors import descriptor, matrices_form, ragged_descriptor, rows_descriptor
+from .descriptors import matrices_descriptor, ragged_descriptor, rows_descriptor
+from .grouped import launch_options
 
 if OBSTACLE is None:
     from .activations import BACKWARD
@@ -46,18 +44,17 @@ class WarpSpecializedActivationGradient(RowTileKernel):
             return Status(f"Operand `A`: expected at least {(_LEAST_STEPS - 1) * block_k + 1} columns, got {depth}")
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
-    def launch(self, args: ActivationGradientArguments) -> Launch | None:
+    def _launch(self, args: ActivationGradientArguments) -> Launch:
         design, table = self.metadata.design, self.tile_table(args)
         block_m, block_n, block_k = design.tile_shape
         _, depth, d_ff = args.B.shape
         piece = block_m // 2, block_n // _PIECES
-        b_form = matrices_form(args.B.shape, args.B.stride(), args.B.stride(1) == 1, block_n, block_k)
         return Launch(
             activation_gradient_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
                 *rows_descriptor(args.A, args.row_to_token, (block_m, block_k)),
-                descriptor(args.B, b_form),
+                matrices_descriptor(args.B, args.B.stride(1) == 1, block_n, block_k),
                 ragged_descriptor(args.preactivation, piece, split=2),
                 ragged_descriptor(args.out, piece, split=2),
                 ragged_descriptor(args.weighted, piece),
@@ -70,28 +67,15 @@ class WarpSpecializedActivationGradient(RowTileKernel):
                 cdiv(d_ff, block_n),
                 cdiv(depth, block_k),
             ),
-            _options(self),
+            {
+                "B_COLUMN": self.metadata.operands.B.layout == "column",
+                "BACKWARD": BACKWARD[self.metadata.epilogue],
+                "PIECES": _PIECES,
+                "SPACING": _SPACING,
+                **launch_options(design),
+                **gradient_registers(design.gather),
+            },
         )
-
-
-@functools.cache
-def _options(kernel: WarpSpecializedActivationGradient) -> dict[str, Any]:
-    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
-    block_m, block_n, block_k = design.tile_shape
-    return {
-        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
-        "BACKWARD": BACKWARD[epilogue],
-        "PIECES": _PIECES,
-        "SPACING": _SPACING,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "NUM_BUFFERS": design.num_stages,
-        "GROUP_TILES": design.group_tiles,
-        **gradient_registers(design.gather),
-        **compiler_options(),
-        "num_warps": 4,
-    }
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:

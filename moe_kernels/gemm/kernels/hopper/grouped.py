@@ -24,7 +24,7 @@ from ...kernel import (
 )
 from ..families import GroupedGemmKernel, kernel_name, num_programs
 from ..pointer import EXTRA
-from .descriptors import descriptor, form, matrices_form, plain_descriptor, ragged_descriptor, rows_descriptor
+from .descriptors import descriptor, form, matrices_descriptor, plain_descriptor, ragged_descriptor, rows_descriptor
 
 if OBSTACLE is None:
     from .activations import FORWARD
@@ -97,7 +97,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
         return status
 
-    def launch(self, args: GroupedGemmArguments) -> Launch | None:
+    def _launch(self, args: GroupedGemmArguments) -> Launch:
         design = self.metadata.design
         block_m, block_n, block_k = design.tile_shape
         if self._walks(args):
@@ -135,7 +135,18 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 # A tile's first steps each write one part of the previous tile. A tile needs a step for every part.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
-            _options(self, args.zero_tail, num_groups, extra_steps, band),
+            {
+                "NUM_GROUPS": num_groups,
+                "ZERO_TAIL": int(args.zero_tail),
+                "EXTRA_STEPS": extra_steps,
+                "B_COLUMN": self.metadata.operands.B.layout == "column",
+                "FORWARD": FORWARD[self.metadata.epilogue] if pieces else None,
+                "GATED": gated,
+                "PIECES": pieces,
+                **launch_options(design),
+                "GROUP_TILES": band,
+                **registers(design.gather, pieces),
+            },
         )
 
     def _extra(self, args: GroupedGemmArguments) -> tuple[Any, ...]:
@@ -151,17 +162,17 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
     def _b_descriptor(self, b: Tensor) -> Any:
         _, block_n, block_k = self.metadata.design.tile_shape
         if is_gated(self.metadata.epilogue):
-            return descriptor(b, _gated_form(b.shape, b.stride(), block_n, block_k))
-        by_columns = self.metadata.operands.B.layout == "column"
-        return descriptor(b, matrices_form(b.shape, b.stride(), by_columns, block_n, block_k))
+            (num_groups, depth, num_columns), (stride_g, _, stride_n) = b.shape, b.stride()
+            d_ff = num_columns // 2
+            shape, strides = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
+            return descriptor(b, form(shape, strides, [1, 2, block_n // 2, block_k]))
+        return matrices_descriptor(b, self.metadata.operands.B.layout == "column", block_n, block_k)
 
     def metadata_bytes(self, args: GroupedGemmArguments) -> int:
         return 0 if self._walks(args) else super().metadata_bytes(args)
 
-    def with_metadata(
-        self, args: GroupedGemmArguments, memory: Tensor | None, *, write: bool = True
-    ) -> GroupedGemmArguments:
-        return args if self._walks(args) else super().with_metadata(args, memory, write=write)
+    def with_metadata(self, args: GroupedGemmArguments, memory: Tensor | None) -> GroupedGemmArguments:
+        return args if self._walks(args) else super().with_metadata(args, memory)
 
     def _walks(self, args: GroupedGemmArguments) -> bool:
         """Return whether the kernel finds tiles from the offsets. For few groups this is faster than launching a kernel
@@ -171,36 +182,13 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
 
 
-@functools.lru_cache(maxsize=4096)
-def _gated_form(shape: torch.Size, strides: tuple[int, ...], block_n: int, block_k: int) -> dict[str, Any]:
-    num_groups, depth, num_columns = shape
-    stride_g, _, stride_n = strides
-    d_ff = num_columns // 2
-    split = [num_groups, 2, d_ff, depth], [stride_g, d_ff * stride_n, stride_n, 1]
-    return form(*split, [1, 2, block_n // 2, block_k])
-
-
-@functools.cache
-def _options(
-    kernel: WarpSpecializedGroupedGemm, zero_tail: bool, num_groups: int | None, extra_steps: int, group_tiles: int
-) -> dict[str, Any]:
-    design, epilogue = kernel.metadata.design, kernel.metadata.epilogue
-    block_m, block_n, block_k = design.tile_shape
-    pieces = _pieces(epilogue)
+def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
+    """Return the options that the warp-specialised kernels share. `axes` names the sizes of the design's tile."""
+    blocks = {f"BLOCK_{axis}": size for axis, size in zip(axes, design.tile_shape, strict=False)}
     return {
-        "NUM_GROUPS": num_groups,
-        "ZERO_TAIL": int(zero_tail),
-        "EXTRA_STEPS": extra_steps,
-        "B_COLUMN": kernel.metadata.operands.B.layout == "column",
-        "FORWARD": FORWARD[epilogue] if pieces else None,
-        "GATED": is_gated(epilogue),
-        "PIECES": pieces,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
+        **blocks,
         "NUM_BUFFERS": design.num_stages,
-        "GROUP_TILES": group_tiles,
-        **registers(design.gather, pieces),
+        "GROUP_TILES": design.group_tiles,
         **compiler_options(),
         "num_warps": 4,
     }

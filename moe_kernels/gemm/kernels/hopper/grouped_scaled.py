@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
 from ....reference_fp8 import BLOCK
 from ....runtime.dispatch import FLOAT8
-from ....runtime.gluon import OBSTACLE, compiler_options, scaled_registers
+from ....runtime.gluon import OBSTACLE, scaled_registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
 from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import kernel_name, num_programs
 from ..pointer_block_scaled import BlockScaledKernel
-from .descriptors import descriptor, matrices_form, ragged_descriptor, rows_descriptor
+from .descriptors import matrices_descriptor, ragged_descriptor, rows_descriptor
+from .grouped import launch_options
 
 if OBSTACLE is None:
     from .grouped_scaled_device import block_scaled_gemm_kernel
@@ -37,17 +35,16 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
             )
         return status
 
-    def launch(self, args: BlockScaledGemmArguments) -> Launch | None:
+    def _launch(self, args: BlockScaledGemmArguments) -> Launch:
         design, table = self.metadata.design, self.tile_table(args)
         block_m, block_n, _ = design.tile_shape
         _, depth, num_columns = args.B.shape
-        b_form = matrices_form(args.B.shape, args.B.stride(), True, block_n, BLOCK, bits=8)
         return Launch(
             block_scaled_gemm_kernel,
             (num_programs(args.A, args.reserved_sms),),
             (
                 *rows_descriptor(args.A, args.row_to_token, (block_m, BLOCK)),
-                descriptor(args.B, b_form),
+                matrices_descriptor(args.B, True, block_n, BLOCK),
                 args.scale_a,
                 args.scale_a.stride(1),
                 args.scale_b,
@@ -60,24 +57,12 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
                 cdiv(num_columns, block_n),
                 cdiv(depth, BLOCK),
             ),
-            _options(self, args.zero_tail),
+            {
+                "ZERO_TAIL": int(args.zero_tail),
+                **launch_options(design, "MN"),
+                **scaled_registers(design.gather),
+            },
         )
-
-
-@functools.cache
-def _options(kernel: WarpSpecializedBlockScaledGemm, zero_tail: bool) -> dict[str, Any]:
-    design = kernel.metadata.design
-    block_m, block_n, _ = design.tile_shape
-    return {
-        "ZERO_TAIL": int(zero_tail),
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "NUM_BUFFERS": design.num_stages,
-        "GROUP_TILES": design.group_tiles,
-        **scaled_registers(design.gather),
-        **compiler_options(),
-        "num_warps": 4,
-    }
 
 
 def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:

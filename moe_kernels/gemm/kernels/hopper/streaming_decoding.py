@@ -6,9 +6,7 @@ the time. These kernels decode the weights in the registers that mma reads.
 
 from __future__ import annotations
 
-import functools
 import math
-from typing import Any
 
 import torch
 
@@ -16,7 +14,7 @@ from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.decoding import DecodingGemmArguments
-from ...kernel import SUPPORTED, Design, Kernel, KernelMetadata, Operand, Status, StreamingDesign
+from ...kernel import SUPPORTED, Kernel, KernelMetadata, Operand, Status, StreamingDesign
 from ..families import kernel_name
 from ..pointer_decoding import DecodingGemmOperands
 from .descriptors import descriptor, form
@@ -26,19 +24,6 @@ if OBSTACLE is None:
 
 _REGISTERS = 128  # per thread: an SM then runs 16 warps, and tiles of 8 rows do not spill
 _READING = 100  # cost of reading and decoding one value of a weight; multiplying the value by one row costs 2
-
-
-def _estimate(design: Design, rows_per_group: int, num_columns: int) -> float:
-    """Return the cost of one group for one index along K.
-
-    Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard deviations,
-    enough for most groups. With at most one row per group, narrow tiles (below 128 columns) cost less, because few
-    groups must occupy all SMs. With more rows per group, wide tiles cost less.
-    """
-    rows, columns, _ = design.tile_shape
-    passes = cdiv(math.ceil(rows_per_group + 2 * math.sqrt(rows_per_group)), rows)
-    narrow = columns < 128
-    return max(passes, 1) * (_READING + 2 * rows + (5 if narrow != (rows_per_group <= 1) else 0)) * num_columns
 
 
 class StreamingDecodingGemm(Kernel):
@@ -62,23 +47,33 @@ class StreamingDecodingGemm(Kernel):
         row_bytes = args.shape[2] // self.values_per_byte
         if args.values.data_ptr() % 16 or row_bytes % 16 or not args.values.numel() or not args.A.numel():
             return Status(f"expected weights in rows of whole 16 bytes, aligned to 16, got {row_bytes} bytes")
-        return self.supports_scales(args)
-
-    def supports_scales(self, args: DecodingGemmArguments) -> Status:
+        scale_dtypes = torch.float32, torch.bfloat16, torch.float16
+        if self.form == "fp8" and (args.format.block != (128, 128) or args.scales.dtype not in scale_dtypes):
+            return Status(f"takes floating-point scales of 128x128 blocks, got {args.scales.dtype} of {args.format}")
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        return self.cost * _estimate(self.metadata.design, args.rows_per_group, args.B.shape[2])
+        """Return the cost of one group for one index along K.
 
-    def launch(self, args: DecodingGemmArguments) -> Launch | None:
-        if not args.out.numel():
-            return None
+        Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard
+        deviations, enough for most groups. With at most one row per group, narrow tiles (below 128 columns) cost less,
+        because few groups must occupy all SMs. With more rows per group, wide tiles cost less.
+        """
+        rows, columns, _ = self.metadata.design.tile_shape
+        average = args.rows_per_group
+        passes = max(cdiv(math.ceil(average + 2 * math.sqrt(average)), rows), 1)
+        misfit = (columns < 128) != (average <= 1)
+        return self.cost * passes * (_READING + 2 * rows + 5 * misfit) * args.B.shape[2]
+
+    def _launch(self, args: DecodingGemmArguments) -> Launch:
         assert args.tile_table is not None
         table, design = args.tile_table, self.metadata.design
         num_groups, size_out, size_in = args.shape
         rows, block_out, _ = design.tile_shape
         chunks = design.tile_shape[2] // values_per_64_bytes(self.form)
-        stored = _stored_form(num_groups, size_out, size_in // self.values_per_byte, block_out, chunks)
+        row_bytes = size_in // self.values_per_byte
+        shape, strides = [num_groups, size_out, row_bytes], [size_out * row_bytes, row_bytes, 1]
+        stored = form(shape, strides, [1, block_out, 64 * chunks], 8, 64 * chunks)
         # Triton has no e8m0, so the kernel reads bytes.
         is_e8m0 = args.scales.dtype == torch.float8_e8m0fnu
         return Launch(
@@ -118,23 +113,11 @@ class StreamingDecodingGemm(Kernel):
 class StreamingFp8Gemm(StreamingDecodingGemm):
     form = "fp8"
 
-    def supports_scales(self, args: DecodingGemmArguments) -> Status:
-        if args.format.block != (128, 128) or args.scales.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return Status(f"takes floating-point scales of 128x128 blocks, got {args.scales.dtype} of {args.format}")
-        return SUPPORTED
-
 
 class StreamingMxfp4Gemm(StreamingDecodingGemm):
     form = "mxfp4"
     values_per_byte = 2
     cost = 0.65
-
-
-@functools.lru_cache(maxsize=4096)
-def _stored_form(num_groups: int, size_out: int, row_bytes: int, block_out: int, chunks: int) -> dict[str, Any]:
-    """Return all fields of the stored weight's descriptor except its tensor."""
-    shape, strides = [num_groups, size_out, row_bytes], [size_out * row_bytes, row_bytes, 1]
-    return form(shape, strides, [1, block_out, 64 * chunks], 8, 64 * chunks)
 
 
 def _decoding(cls: type[StreamingDecodingGemm], design: StreamingDesign) -> StreamingDecodingGemm:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 
-from ....runtime.gluon import OBSTACLE, compiler_options, registers
+from ....runtime.gluon import OBSTACLE, registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.grouped import WgradArguments
@@ -20,7 +19,7 @@ from ...kernel import (
 )
 from ..families import WgradKernel, kernel_name, num_programs
 from .descriptors import plain_descriptor, ragged_descriptor
-from .grouped import DTYPES, warp_specialized_design
+from .grouped import DTYPES, launch_options, warp_specialized_design
 
 if OBSTACLE is None:
     from .wgrad_device import wgrad_kernel
@@ -43,7 +42,7 @@ class WarpSpecializedWgrad(WgradKernel):
         block_k, block_n, _ = self.metadata.design.tile_shape
         return block_k < block_n
 
-    def launch(self, args: WgradArguments) -> Launch | None:
+    def _launch(self, args: WgradArguments) -> Launch:
         design = self.metadata.design
         block_k, block_n, block_r = design.tile_shape
         num_groups, size_k, size_n = args.out.shape
@@ -73,24 +72,8 @@ class WarpSpecializedWgrad(WgradKernel):
                 cdiv(size_k, block_k),
                 cdiv(size_n, block_n),
             ),
-            _wgrad_options(self),
+            {**launch_options(design, "KNR"), **registers(design.gather, 0)},
         )
-
-
-@functools.cache
-def _wgrad_options(kernel: WarpSpecializedWgrad) -> dict[str, Any]:
-    design = kernel.metadata.design
-    block_k, block_n, block_r = design.tile_shape
-    return {
-        "BLOCK_K": block_k,
-        "BLOCK_N": block_n,
-        "BLOCK_R": block_r,
-        "NUM_BUFFERS": design.num_stages,
-        "GROUP_TILES": design.group_tiles,
-        **registers(design.gather, 0),
-        **compiler_options(),
-        "num_warps": 4,
-    }
 
 
 def _wgrad(dtype: torch.dtype, design: WarpSpecializedDesign):

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ....runtime.gluon import aggregate
+from .operand_blocks import accumulator
 from .ring import (
     ROW_BOUND,
     buffers,
@@ -35,16 +36,6 @@ class Tiles:
     num_n_tiles: gl.tensor
     block_r: gl.constexpr
     group_tiles: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, bounds_ptr, order_ptr, num_tiles, num_k_tiles, num_n_tiles, block_r, group_tiles):
-        self.bounds_ptr = bounds_ptr
-        self.order_ptr = order_ptr
-        self.num_tiles = num_tiles
-        self.num_k_tiles = num_k_tiles
-        self.num_n_tiles = num_n_tiles
-        self.block_r = gl.constexpr(block_r)
-        self.group_tiles = gl.constexpr(group_tiles)
 
 
 @gluon.jit
@@ -201,12 +192,6 @@ class Finished:
     row: gl.tensor
     column: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(self, group, row, column):
-        self.group = group
-        self.row = row
-        self.column = column
-
 
 @gluon.jit
 def _reduce_tile(
@@ -240,11 +225,6 @@ def _reduce_tile(
     return total, step
 
 
-@gluon.constexpr_function
-def _accumulator(columns):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
 @gluon.jit
 def _consume(
     tiles,
@@ -258,7 +238,7 @@ def _consume(
 ):
     HALF_K: gl.constexpr = BLOCK_K // 2
     HALF_N: gl.constexpr = BLOCK_N // 2
-    total = gl.zeros((HALF_K, BLOCK_N), gl.float32, _accumulator(BLOCK_N))  # [HALF_K, BLOCK_N]
+    total = gl.zeros((HALF_K, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_K, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
     # No tile is finished yet. The hardware clips past the last group, so the first writes do nothing.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
@@ -273,7 +253,7 @@ def _consume(
         next_group, next_k, next_n, next_rows, _ = tile_at(tiles, turn + 1)
         # A last column tile that is at most half full needs only half the multiplications.
         if BLOCK_N == 256 and halves_tiles and num_columns - next_at.column <= HALF_N:
-            narrow = gl.zeros((HALF_K, HALF_N), gl.float32, _accumulator(HALF_N))  # [HALF_K, HALF_N]
+            narrow = gl.zeros((HALF_K, HALF_N), gl.float32, accumulator(HALF_N))  # [HALF_K, HALF_N]
             narrow, step = _reduce_tile(
                 narrow, ring, step, num_steps, left, right, at, out_desc, buffer, WARPGROUP, tiles.block_r, BLOCK_N
             )
