@@ -45,7 +45,6 @@ def selection_keys(
     spec: RouterSpec,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
-    """Return the keys by which a router ranks experts: logits or scores, plus bias, and -inf in excluded groups."""
     logits = logits.detach()
     if spec.sparsemixer_jitter is not None:
         return _rankable(logits)

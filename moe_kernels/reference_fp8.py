@@ -53,8 +53,8 @@ def dequantize_blocks(
 ) -> Tensor:  # [..., M, N]
     """Return value times scale, computed in `dtype`."""
     size_m, size_n = values.shape[-2:]
-    spread = scales.to(dtype).repeat_interleave(rows, -2)[..., :size_m, :].repeat_interleave(columns, -1)
-    return values.to(dtype).mul_(spread[..., :size_n])  # in place, to need less memory
+    spread = scales.to(dtype).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
+    return values.to(dtype) * spread[..., :size_m, :size_n]
 
 
 def _rounded_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:  # [R, K]

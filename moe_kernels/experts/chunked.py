@@ -41,7 +41,7 @@ from .steps import (
 
 class ExpertsInParts:
     """Computes `fused_experts` and its backward step by step on chunks of tokens, with the Triton kernels. Autograd
-    does not record the steps.
+    does not record the steps. The weights are plain tensors.
 
     In backward, call `backward_part` for each chunk, in any order. Then call the other methods, in any order. Only
     `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.

@@ -227,7 +227,7 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args:
             self._require(args)
-        with observing_launches(lambda launch, run: None):  # the metadata stays uninitialised
+        with observing_launches(lambda launch, run: None):  # omit the launches of tables
             launch = self.launch(args)
         if launch is None:
             raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..reference_fp8 import dequantize_blocks
 from ..types import QuantizedWeight
 
 _TWICE_E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
@@ -47,6 +46,17 @@ def decode_scales(scales: Tensor, *, halved: bool = False) -> Tensor:  # float32
     return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
 
 
+def multiply_blocks(
+    codes: Tensor,  # [..., out, in] float32, overwritten
+    scales: Tensor,  # [..., ceil(out / block[0]), ceil(in / block[1])] float32
+    block: tuple[int, int],
+) -> Tensor:  # [..., out, in] float32
+    """Multiply every block by its scale."""
+    size_out, size_in = codes.shape[-2:]
+    rows = scales.repeat_interleave(block[0], dim=-2)[..., :size_out, :]
+    return codes.mul_(rows.repeat_interleave(block[1], dim=-1)[..., :size_in])
+
+
 def decode_mxfp4(
     blocks: Tensor,  # [..., in / 32, 16] uint8
     scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
@@ -65,7 +75,7 @@ def decode_weight(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E,
 
 
 def _fp8(weight: QuantizedWeight) -> Tensor:
-    return dequantize_blocks(weight.values, decode_scales(weight.scales), *weight.format.block, torch.float32)
+    return multiply_blocks(weight.values.float(), decode_scales(weight.scales), weight.format.block)
 
 
 def _mxfp4(weight: QuantizedWeight) -> Tensor:

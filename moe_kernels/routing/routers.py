@@ -184,6 +184,25 @@ def check_experts(op: str, topk_experts: Tensor, num_experts: int) -> None:
         )
 
 
+def selection_keys(
+    logits: Tensor,  # [T, E]
+    spec: RouterSpec,
+    *,
+    selection_bias: Tensor | None = None,  # [E]
+) -> Tensor:  # [T, E]
+    """Return the keys by which a router ranks experts: logits or scores, plus bias, and -inf in excluded groups.
+
+    Plain PyTorch on every device. Not differentiable.
+
+    Raises:
+        ValueError: wrong shape or dtype, or a missing or unwanted selection bias.
+    """
+    sizes = check_shapes("selection_keys", logits=(logits, "T E"))
+    check_dtype("selection_keys", "logits", logits, torch.float32, torch.float64)
+    _check_bias("selection_keys", "selection_bias", spec.selection_bias is not None, selection_bias, logits, sizes["E"])
+    return reference.selection_keys(logits, spec, selection_bias)
+
+
 def _check_bias(op: str, name: str, wanted: bool, bias: Tensor | None, operand: Tensor, num_experts: int) -> None:
     if (bias is not None) != wanted:
         rule, got = ("given", "none") if wanted else ("omitted", "one")

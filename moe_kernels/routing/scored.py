@@ -22,12 +22,12 @@ from .topk import choose_by_short_keys, choose_highest, key, ordered
 
 
 class ScoreSettings(NamedTuple):
-    """The attributes of a `RouterSpec` that the kernels use."""
+    """The settings of a `RouterSpec` that the kernels use."""
 
-    chooses_by_logit: bool
+    by_logit: bool
     num_groups: int
     topk_groups: int
-    group_score: str
+    top2_sum: bool
     score: str
     normalize: bool
     norm_epsilon: float
@@ -37,7 +37,17 @@ class ScoreSettings(NamedTuple):
 
 def score_settings(spec: RouterSpec) -> ScoreSettings:
     """Return the settings that the ops take."""
-    return ScoreSettings(*[getattr(spec, name) for name in ScoreSettings._fields])
+    return ScoreSettings(
+        spec.chooses_by_logit,
+        spec.num_groups,
+        spec.topk_groups,
+        spec.group_score == "top2_sum",
+        spec.score,
+        spec.normalize,
+        spec.norm_epsilon,
+        spec.norm_minimum,
+        spec.scale,
+    )
 
 
 def _blocks(num_places: int) -> dict[str, int]:
@@ -75,10 +85,10 @@ def launch_forward(
             settings.scale,
             E=num_experts,
             SCORE=settings.score,
-            BY_LOGIT=settings.chooses_by_logit,
+            BY_LOGIT=settings.by_logit,
             NUM_GROUPS=settings.num_groups,
             TOPK_GROUPS=settings.topk_groups,
-            TOP2_SUM=settings.group_score == "top2_sum" and num_experts > settings.num_groups,
+            TOP2_SUM=settings.top2_sum and num_experts > settings.num_groups,
             NORMALIZE=settings.normalize,
             TOP_K=top_k,
             K_P2=next_power_of_2(top_k),

@@ -42,23 +42,12 @@ if OBSTACLE is None:
 if OBSTACLE is None:
     # Triton 3.7 and 3.8 introduced the new names; 3.9 keeps some old names only to raise an error.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore[reportAttributeAccessIssue]
-    _aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
+    aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load
     else:
         tma_load, tma_store = tma.async_copy_global_to_shared, tma.async_copy_shared_to_global
         copy_load = async_copy.async_copy_global_to_shared
-
-    def aggregate(cls: Any) -> Any:
-        """Make a Gluon aggregate whose constructor takes the fields in order. Triton 3.6 and 3.7 add no constructor."""
-
-        def init(self: Any, *values: Any) -> None:
-            for name, value in zip(cls.__annotations__, values, strict=True):
-                setattr(self, name, value if isinstance(value, gl.base_value) else gl.constexpr(value))
-
-        init.__triton_builtin__ = True  # lets kernels refer to `init`
-        cls.__init__ = init
-        return _aggregate(cls)
 
 
 def slower_kernels(cc: int) -> str | None:

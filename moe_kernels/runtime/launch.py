@@ -218,7 +218,7 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
         elif type(value) is int:
             properties.append(_of_int(value, kind))
         elif isinstance(value, tuple):
-            properties.append(tuple([_of_int(part, kind) for part in value]))
+            properties.append(tuple([_of_int(part, _SPECIALIZED) for part in value]))
         elif value is None or isinstance(value, (bool, float)):
             properties.append(type(value))
         else:  # a TMA descriptor made on the host

@@ -1,4 +1,4 @@
-"""Auxiliary losses as plain functions of a layer's routing.
+"""Auxiliary losses as plain functions of a layer's routing, and their attachment to a layer's output.
 
 Every loss ignores padding tokens and is 0 for no tokens. Permutations of experts or tokens do not change a loss (tokens
 within their sequences, if sequences matter). The losses differ in how they react to splitting a batch:

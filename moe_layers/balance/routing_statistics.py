@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed import ProcessGroup
 
-from moe_kernels.reference import selection_keys
+from moe_kernels.routing.routers import selection_keys
 from moe_kernels.routing.statistics import TILE_ROWS, RoutedForward, add_routing_statistics
 from moe_kernels.runtime.dispatch import runs_kernels
 from moe_kernels.runtime.pytorch import is_in_backward
@@ -117,7 +117,7 @@ class RoutingObserver:
         if keys is None:
             router = self.router
             assert isinstance(router, TopKRouter)  # attached routers pass keys
-            keys = selection_keys(logits, router.spec, router.selection_bias)
+            keys = selection_keys(logits, router.spec, selection_bias=router.selection_bias)
         implementation, totals = self.router.implementation, (self._counts, self._sums)
         add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
 

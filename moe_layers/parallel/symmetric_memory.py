@@ -8,6 +8,7 @@ that fills the GPU makes NCCL's kernels wait, or waits for NCCL's kernels.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -41,30 +42,42 @@ class Gathering(NamedTuple):
 Scattering = Callable[[Tensor], object]
 
 
-class CollectiveTransport:
-    """Transport by PyTorch's collectives. Every rank must start the same operations in the same order. Tensors are
-    contiguous, and have the same shape on all ranks."""
+class Transport(ABC):
+    """Base of the transports. Every rank must start the same operations in the same order. Tensors are contiguous, and
+    have the same shape on all ranks."""
 
-    def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-
+    @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
         be complete or abandoned. A recomputation abandons operations if it stops once backward's tensors exist."""
 
+    @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
         """Start to gather every rank's tensor [N, ...]. Part i has `lengths[i]` rows of each rank."""
+
+    @abstractmethod
+    def scatter(self, shares: Tensor) -> Scattering:
+        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. After `begin`, call `gather` first."""
+
+
+class CollectiveTransport(Transport):
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+
+    def begin(self, *sizes: int) -> None:
+        pass
+
+    def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
         whole, parts = _empty_parts(self.ranks.size, tensor, lengths)
         under_way = [self.ranks.all_gather(part) for part in tensor.split(lengths)]
         return Gathering(whole, lambda part: parts[part].copy_(wait(under_way[part])))
 
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. After `begin`, call `gather` first."""
         under_way = self.ranks.reduce_scatter(shares)
         return lambda out: out.copy_(wait(under_way))
 
 
-class PeerCopies:
+class PeerCopies(Transport):
     """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A reduction writes
     each share to the rank that sums it. Sums are float32.
 
@@ -250,9 +263,6 @@ class _CopiedScattering:
             sum_shares(self._shares[self._copies.rank], self._received, self._copies.rank, out)
         self._shares = self._received = None
         self._copies.under_way.discard(self)
-
-
-Transport = CollectiveTransport | PeerCopies
 
 
 def transport_for(ranks: Ranks, device: torch.device) -> Transport:

@@ -70,7 +70,6 @@ INTERNAL = {
     "moe_kernels.quantization.ops",
     "moe_kernels.quantization.quantize",
     "moe_kernels.reference",
-    "moe_kernels.reference_fp8",
     "moe_kernels.routing.linear_op",
     "moe_kernels.routing.routers",
     "moe_kernels.routing.scored",

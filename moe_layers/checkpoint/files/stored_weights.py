@@ -15,8 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_kernels.quantization.decode import decode_mxfp4, decode_scales
-from moe_kernels.reference_fp8 import dequantize_blocks
+from moe_kernels.quantization.decode import decode_mxfp4, decode_scales, multiply_blocks
 
 from ...checks import first_three
 from .directory import CheckpointFiles, TensorInfo
@@ -191,7 +190,7 @@ def dequantize_float8(
     scale = decode_scales(scale)
     if not scale.isfinite().all():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
-    return dequantize_blocks(weight, scale, *block, torch.float32)
+    return multiply_blocks(weight.float(), scale, block)
 
 
 def dequantize_mxfp4(

@@ -176,13 +176,15 @@ class _HubModel:
         missing = f"from_checkpoint: there is no directory {self.name}"
         try:
             from huggingface_hub import snapshot_download
-
-            folder = Path(snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name != "huggingface_hub":
+                raise
             raise ValueError(
                 f"{missing}. To read a model of this name from the Hugging Face Hub, install huggingface_hub, or "
                 f"download it: hf download {self.name} --local-dir DIR"
             ) from error
+        try:
+            folder = Path(snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))
         except (OSError, ValueError) as error:  # a failed connection, an invalid name
             raise ValueError(f"{missing}, and the Hugging Face Hub gives no such model: {error}") from error
         self._commit = folder.name  # the cache has one folder for each commit

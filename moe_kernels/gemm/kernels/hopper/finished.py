@@ -25,6 +25,13 @@ class Finished:
     end: gl.tensor
     column: gl.tensor  # index of the column tile
 
+    @gluon.constexpr_function
+    def __init__(self, group, row, end, column):
+        self.group = group
+        self.row = row
+        self.end = end
+        self.column = column
+
 
 @gluon.constexpr_function
 def num_parts(pieces):
@@ -49,6 +56,12 @@ class Bias:
     pointer: gl.tensor
     stride: gl.tensor
     num_columns: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, pointer, stride, num_columns):
+        self.pointer = pointer
+        self.stride = stride
+        self.num_columns = num_columns
 
 
 @gluon.constexpr_function

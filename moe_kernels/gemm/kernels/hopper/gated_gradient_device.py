@@ -28,6 +28,13 @@ class Staged:
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
     arrived: gl.shared_memory_descriptor  # barriers: H has arrived
 
+    @gluon.constexpr_function
+    def __init__(self, gate, up, weighted, arrived):
+        self.gate = gate
+        self.up = up
+        self.weighted = weighted
+        self.arrived = arrived
+
 
 @gluon.jit
 def _make_staged(h_desc, weighted_desc):

@@ -44,6 +44,14 @@ class Scales:
     num_steps: gl.tensor  # K / 128, rounded up
     num_column_blocks: gl.tensor  # N / 128, rounded up
 
+    @gluon.constexpr_function
+    def __init__(self, a, a_stride, b, num_steps, num_column_blocks):
+        self.a = a
+        self.a_stride = a_stride
+        self.b = b
+        self.num_steps = num_steps
+        self.num_column_blocks = num_column_blocks
+
 
 @gluon.jit
 def _rows_of_a(row_to_token_ptr, row, end, r):

@@ -31,6 +31,14 @@ class Ring:
     empty: gl.shared_memory_descriptor  # barriers: both consumers have finished with the slot
     slots: gl.constexpr
 
+    @gluon.constexpr_function
+    def __init__(self, a, b, full, empty, slots):
+        self.a = a
+        self.b = b
+        self.full = full
+        self.empty = empty
+        self.slots = gl.constexpr(slots)
+
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):

@@ -31,6 +31,29 @@ class Tiles:
     group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
     num_groups: gl.constexpr  # None if there is a table
 
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        entries,
+        bounds,
+        num_rows,
+        num_row_tiles,
+        num_column_tiles,
+        num_steps,
+        block_m,
+        group_tiles,
+        num_groups,
+    ):
+        self.entries = entries
+        self.bounds = bounds
+        self.num_rows = num_rows
+        self.num_row_tiles = num_row_tiles
+        self.num_column_tiles = num_column_tiles
+        self.num_steps = num_steps
+        self.block_m = gl.constexpr(block_m)
+        self.group_tiles = gl.constexpr(group_tiles)
+        self.num_groups = gl.constexpr(num_groups)
+
 
 @gluon.jit
 def _larger(x, y):

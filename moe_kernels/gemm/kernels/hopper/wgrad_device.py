@@ -37,6 +37,16 @@ class Tiles:
     block_r: gl.constexpr
     group_tiles: gl.constexpr
 
+    @gluon.constexpr_function
+    def __init__(self, bounds_ptr, order_ptr, num_tiles, num_k_tiles, num_n_tiles, block_r, group_tiles):
+        self.bounds_ptr = bounds_ptr
+        self.order_ptr = order_ptr
+        self.num_tiles = num_tiles
+        self.num_k_tiles = num_k_tiles
+        self.num_n_tiles = num_n_tiles
+        self.block_r = gl.constexpr(block_r)
+        self.group_tiles = gl.constexpr(group_tiles)
+
 
 @gluon.jit
 def turns(tiles):
@@ -191,6 +201,12 @@ class Finished:
     group: gl.tensor
     row: gl.tensor
     column: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, group, row, column):
+        self.group = group
+        self.row = row
+        self.column = column
 
 
 @gluon.jit

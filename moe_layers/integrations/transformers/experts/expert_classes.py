@@ -7,7 +7,7 @@ still apply. The annotation of transformers' modules is `Any`, because each clas
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ class _FlatSpec(ExpertsSpec):
     copies: ClassVar[bool] = True  # `w_up` concatenates the gate and up tensors
     adaptable: ClassVar[tuple[str, ...]] = ()
     readable: ClassVar[tuple[str, ...]] = ()
-    d_ff: int = 0
+    d_ff: int = field(kw_only=True)
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:
         return experts.mlp.w1, experts.mlp.v1
