@@ -305,9 +305,8 @@ def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
 def _scaled_matrices(weight: ScaledWeight, transposed: bool) -> ScaledMatrices:
     """Return the matrices [E, out, in], or [E, in, out] if transposed. The axis of the reduction is contiguous in
     memory."""
-    forms = weight
-    if (weight.values if transposed else weight.turned) is None:
-        forms = launch_quantize_weight(weight.master, as_is=transposed, transposed=not transposed)
+    is_kept = (weight.values if transposed else weight.turned) is not None
+    forms = weight if is_kept else launch_quantize_weight(weight.master, as_is=transposed, transposed=not transposed)
     values, scales = (forms.values, forms.scales) if transposed else (forms.turned, forms.turned_scales)
     assert values is not None and scales is not None
     return ScaledMatrices(values.mT, scales.mT, weight.dtype)

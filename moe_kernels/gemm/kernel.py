@@ -90,12 +90,15 @@ class Design:
     tma: bool = False
     group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, for reuse in L2 cache
 
+    def blocks(self, axes: str) -> dict[str, int]:
+        """Return the first sizes of the tile by option. The axes "MNK" give BLOCK_M, BLOCK_N and BLOCK_K."""
+        return {f"BLOCK_{axis}": size for axis, size in zip(axes, self.tile_shape, strict=False)}
+
     def tile_options(self, axes: str = "MNK", *, grouped: bool = True) -> dict[str, int]:
-        """Return the compile-time options of a kernel. `axes` names the sizes of the tile: BLOCK_M, BLOCK_N, BLOCK_K.
-        With `grouped`, the kernel computes `group_tiles` row tiles for one column tile."""
-        options = {f"BLOCK_{axis}": size for axis, size in zip(axes, self.tile_shape, strict=True)}
-        options |= {"GROUP_TILES": self.group_tiles} if grouped else {}
-        return {**options, "num_warps": self.num_warps, "num_stages": self.num_stages}
+        """Return the compile-time options of a kernel. With `grouped`, it computes `group_tiles` row tiles for one
+        column tile."""
+        options = {"GROUP_TILES": self.group_tiles} if grouped else {}
+        return {**options, **self.blocks(axes), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
 @dataclass(frozen=True)
@@ -220,10 +223,12 @@ class Kernel(abc.ABC):
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
         """Compile without a launch, for all arguments with the same static properties.
 
-        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU.
+        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. A list of
+        problems without a table gets one for this call.
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
+            NotImplementedError: a list of problems without a table, during CUDA graph capture.
         """
         if not assume_supported_args:
             self._require(args)

@@ -60,8 +60,8 @@ class Ref(NamedTuple):
 
 
 def view_of(place: int, offset: int, form: Form) -> Callable[[list[Any]], Tensor]:
-    """Return a function from a list of tensors to the tensor of this form that starts `offset` bytes after the start of
-    the one at `place`."""
+    """Return a function that takes a list of tensors and returns a view of this form. The view starts `offset` bytes
+    after the tensor at index `place`."""
 
     def view(memory: list[Any]) -> Tensor:
         tensor = memory[place]

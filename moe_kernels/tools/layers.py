@@ -78,14 +78,15 @@ class Layer(NamedTuple):
         Args:
             target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
         """
-        weights, names, needed = (self.w_up, self.w_down), list(TRAINED), {"tokens", "topk_weights", "w_up", "w_down"}
+        weights, names = ExpertWeights(self.w_up, self.w_down), list(TRAINED)
+        needed = {"tokens", "topk_weights", "w_up", "w_down"}
         if self.format is not None:
-            weights = quantize(self.w_up, self.format), quantize(self.w_down, self.format)
+            weights = ExpertWeights(quantize(self.w_up, self.format), quantize(self.w_down, self.format))
             names, needed = list(FROZEN), {"tokens", "topk_weights"}
         kind = as_activation("explain", self.activation)
         # Gradients are enabled so that forward keeps the pre-activations. Backward then does not recompute them.
         with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
-            operands = make_operands(self.tokens, ExpertWeights(*weights), activation=kind, precision=self.precision)
+            operands = make_operands(self.tokens, weights, activation=kind, precision=self.precision)
             operands = operands._replace(topk_experts=self.topk_experts, topk_weights=self.topk_weights)
             made = fused_experts_op(operands)
             compute_gradients(torch.randn_like(self.tokens), [read_by_backward(operands, *made[1:])], needed, {})

@@ -56,7 +56,11 @@ def kept_choice(
     topk_experts: Tensor,  # [T, K] int32
     is_replayed: bool = False,
 ) -> Tensor:  # [T, K] int32
-    """Return a copy of a choice. `save_routing` keeps the op's result, so a recomputation needs no record."""
+    """Return a copy of a choice. `save_routing` keeps the op's result, so a recomputation needs no record.
+
+    Raises:
+        ValueError: a recomputation without `save_routing` replays the choice.
+    """
     if is_replayed and is_in_backward():
         raise ValueError(
             "RoutingReplay.replay: a checkpointed region must have context_fn=save_routing, got a recomputation without"

@@ -132,7 +132,8 @@ class _Stream:
         state = _LayerState(value.name, layer, self.reader.keep_quantized)
         is_kept = self.reader.keep_quantized and isinstance(layer.experts.w_up, QuantizedExperts)
         target = layout_to_write(layer, chosen, layer.experts.w_up if is_kept else None)
-        prefix = source.prefix if source is not None else f"{value.name}." if value.name else ""
+        own = f"{value.name}." if value.name else ""
+        prefix = own if source is None else source.prefix
         check_names(prefix, target)
         yield from layer_tensors(layer, state, target, prefix)
 

@@ -20,22 +20,10 @@ from torch.nn import functional
 
 from ...runtime.dispatch import FLOAT8
 from ...runtime.triton import cdiv, tl, triton
+from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
 from ..kernel import Kernel, KernelMetadata, PointerDesign, Status, TmaDesign
 from .families import num_programs
-
-
-def upload(op: str, values: Tensor, out: Tensor) -> Tensor:
-    """Copy the CPU tensor `values` to `out` on any device, with one asynchronous copy from pinned memory. Return `out`.
-
-    Raises:
-        NotImplementedError: during CUDA graph capture. A replay would copy from memory that has been reused.
-    """
-    if not out.is_cuda:
-        return out.copy_(values)
-    if torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(f"{op}: copies integers to the GPU, which a CUDA graph cannot: call it before")
-    return out.copy_(values.pin_memory(), non_blocking=True)
 
 
 def make_problem_table(

@@ -20,12 +20,12 @@ from ...runtime.checks import can_be_read, check_dtype, check_same_device, check
 from ...runtime.dispatch import choose, without_autocast
 from ...runtime.registered_ops import registered_op
 from ...runtime.triton import cdiv
+from ...runtime.upload import upload
 from .. import selection
 from ..arguments.grouped import WgradArguments
 from ..arguments.jagged import JaggedGemmArguments
 from ..kernels.families import num_programs
 from ..kernels.jagged import make_jagged_table
-from ..kernels.problem_table import upload
 from .grouped_checks import check_values
 
 

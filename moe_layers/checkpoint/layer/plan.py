@@ -150,7 +150,8 @@ class Planner:
             )
 
     def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range, stacked: Shapes) -> None:
-        """Plan the experts. Skip the rows or tensors that transformers may write for zero experts, which use none."""
+        """Plan the experts. Zero experts have no weights, so rows or tensors that transformers may write for them are
+        skipped."""
         with_zero_experts = replace(plan.sizes, num_experts=config.num_experts + config.num_zero_experts)
         for key in plan.layout.select(bias=config.bias):
             for number, name in key.names(with_zero_experts.num_experts):

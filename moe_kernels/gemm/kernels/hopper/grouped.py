@@ -183,10 +183,9 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
-    """Return the options that the warp-specialised kernels share. `axes` names the sizes of the design's tile."""
-    blocks = {f"BLOCK_{axis}": size for axis, size in zip(axes, design.tile_shape, strict=False)}
+    """Return the options that the warp-specialised kernels share. `axes` is that of `Design.blocks`."""
     return {
-        **blocks,
+        **design.blocks(axes),
         "NUM_BUFFERS": design.num_stages,
         "GROUP_TILES": design.group_tiles,
         **compiler_options(),
