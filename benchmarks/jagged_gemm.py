@@ -4,10 +4,7 @@
     python -m benchmarks.jagged_gemm --plot results.json
 
 Every result is checked before timing. Each round times every implementation once. The bound is cuBLAS on
-`a_packed @ b`, or its two gradients, in the same run. Implementations:
-
-    op          jagged_gemm, with the selected kernel; its tiles may cross groups
-    by_group    the catalog's fastest kernel whose tiles do not cross groups, forward only
+`a_packed @ b`, or its two gradients, in the same run. "op" is jagged_gemm with the selected kernel.
 """
 
 from __future__ import annotations
@@ -20,14 +17,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_kernels import JaggedGemmArguments, get_kernels, jagged_gemm, reference
+from moe_kernels import JaggedGemmArguments, jagged_gemm, reference
 from moe_kernels.gemm.selection import find
 from moe_kernels.testing import assert_accurate
 
 from .common import plots
 from .common.command import Command, each
 from .common.results_file import Row, Task
-from .common.timing import time_interleaved, timed
+from .common.timing import timed
 
 # (R, K, N, G)
 PROBLEMS = ((131072, 2048, 2048, 16), (131072, 2048, 2048, 128), (32768, 4096, 1024, 64), (8192, 1024, 2048, 12))
@@ -63,22 +60,6 @@ def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
         assert_accurate(*results, name)
 
 
-def by_group(args: JaggedGemmArguments, device: str) -> tuple[str, Callable[[], object]] | None:
-    """Return name and call of the fastest kernel whose tiles do not cross groups, or None without such a kernel."""
-    kernels = [kernel for kernel in get_kernels(args) if kernel.by_group]
-    functions = {kernel.metadata.kernel_name: partial(kernel.run, args) for kernel in kernels}
-    if not functions:
-        return None
-    timings = time_interleaved(functions, device, rounds=1, round_ms=20.0)
-    name = min(timings, key=lambda name: timings[name].ms)
-    functions[name]()
-    baseline = reference.jagged_gemm(args.A, args.B, args.group_offsets)
-    wide = torch.float64 if args.A.dtype == torch.float32 else torch.float32
-    exact = reference.jagged_gemm(args.A.to(wide), args.B.to(wide), args.group_offsets)
-    assert_accurate(args.out, baseline, exact, name)
-    return name, functions[name]
-
-
 def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespace) -> list[Row]:
     """Return result rows for one problem."""
     device, dtype = options.device, options.dtype
@@ -100,8 +81,6 @@ def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespa
         "forward+backward/dense": partial(gradients, torch.mm, a, b, dout),
         "forward+backward/op": partial(gradients, op, a, b, dout),
     }
-    if plain := by_group(args, device):
-        kernels["forward/by_group"], functions["forward/by_group"] = plain
     timings = timed(functions, options)
     shared = {"problem": name_of(sizes), "R": num_rows, "K": size_k, "N": size_n, "G": num_groups}
     shared |= {"dtype": str(dtype)[6:], "skew": skew}

@@ -45,12 +45,12 @@ class JaggedGemmArguments(Arguments):
     def num_groups(self) -> int:
         return len(self.group_offsets) - 1
 
-    def grouped(self, num_groups: int) -> GroupedGemmArguments:
-        """Return the same product as a grouped GEMM, with B expanded to all groups, without a copy."""
+    def grouped(self) -> GroupedGemmArguments:
+        """Return the same product as a grouped GEMM with one group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # With one group the group stride is not used, but TMA rejects some values. Set the stride of adjacent matrices.
-        group_stride = 0 if num_groups > 1 else max(size_k * stride_k, size_n * stride_n)
-        b = self.B.as_strided((num_groups, size_k, size_n), (group_stride, stride_k, stride_n))
+        # The group stride is not used, but TMA rejects some values. Set the stride of adjacent matrices.
+        group_stride = max(size_k * stride_k, size_n * stride_n)
+        b = self.B.as_strided((1, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(
             self.A, b, self.out, self.accumulator_type, tile_table=self.tile_table, zero_tail=False
         )

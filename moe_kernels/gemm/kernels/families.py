@@ -115,8 +115,8 @@ class WrappedGroupedGemm(Kernel):
 
     form: str  # name of the kind of product; replaces "grouped_gemm" in the kernel's name
 
-    def __init__(self, grouped: GroupedGemmKernel, suffix: str = ""):
-        name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form) + suffix
+    def __init__(self, grouped: GroupedGemmKernel):
+        name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form)
         changes = {"kernel_name": name, "kernel_class": type(self), "optional_operands": ()}
         super().__init__(dataclasses.replace(grouped.metadata, **changes))
         self.grouped = self.compiled_as = grouped

@@ -2,8 +2,7 @@
 
 The groups share B, so a grouped GEMM treats all rows as one group, and a tile may hold rows of several groups. Every
 design for contiguous groups computes this product, given a tile table over the rows between the first and the last
-offset. Kernels "by group" get a table that is cut at every offset. The launch that makes the table also zeroes the rows
-before the first offset and after the last.
+offset. The launch that makes the table also zeroes the rows before the first offset and after the last.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from ...types import TileTable
 from ..arguments.jagged import JaggedGemmArguments
 from ..kernel import Kernel, KernelMetadata, Status, WgradOperands
 from ..tile_table import MAX_GROUPS, larger, table_blocks, tile_table_bytes, tile_table_in, write_tile_table
-from .families import GroupedGemmKernel, WrappedGroupedGemm, num_programs, padded, plain_products
+from .families import WrappedGroupedGemm, num_programs, padded, plain_products
 from .hopper.grouped import WARP_SPECIALIZED_KERNELS
 from .pointer import POINTER_KERNELS
 from .tma import TMA_KERNELS
@@ -32,46 +31,37 @@ class JaggedGemm(WrappedGroupedGemm):
     arguments_class = JaggedGemmArguments
     form = "jagged_gemm"
 
-    def __init__(self, grouped: GroupedGemmKernel, by_group: bool):
-        super().__init__(grouped, "_by_group" if by_group else "")
-        self.by_group = by_group
-
     def supports_design(self, args: JaggedGemmArguments) -> Status:
         if args.group_offsets.dtype not in (torch.int32, torch.int64):
             return Status(f"Operand `group_offsets`: expected int32 or int64, got {args.group_offsets.dtype}")
-        return self.grouped.supports_design(args.grouped(self._num_table_groups(args)))
+        return self.grouped.supports_design(args.grouped())
 
     def _launch(self, args: JaggedGemmArguments) -> Launch:
         args = self.with_metadata(args, None)
-        return self.grouped._launch(args.grouped(self._num_table_groups(args)))
+        return self.grouped._launch(args.grouped())
 
     def scratch_bytes(self, args: JaggedGemmArguments) -> int:
-        return self.grouped.scratch_bytes(args.grouped(self._num_table_groups(args)))
+        return self.grouped.scratch_bytes(args.grouped())
 
     def metadata_bytes(self, args: JaggedGemmArguments) -> int:
         if self._has_table(args):
             return 0
-        return tile_table_bytes(len(args.A), self._num_table_groups(args), self.metadata.design.tile_shape[0])
+        return tile_table_bytes(len(args.A), 1, self.metadata.design.tile_shape[0])
 
     def with_metadata(self, args: JaggedGemmArguments, memory: Tensor | None) -> JaggedGemmArguments:
         if self._has_table(args):
             return args
-        height, parts = self.metadata.design.tile_shape[0], None if self.by_group else 1
-        table = make_jagged_table(args.group_offsets, len(args.A), height, parts=parts, out=args.out, memory=memory)
+        height = self.metadata.design.tile_shape[0]
+        table = make_jagged_table(args.group_offsets, len(args.A), height, out=args.out, memory=memory)
         return dataclasses.replace(args, tile_table=table)
 
     def _has_table(self, args: JaggedGemmArguments) -> bool:
-        table, num_groups = args.tile_table, self._num_table_groups(args)
-        height = self.metadata.design.tile_shape[0]
-        return table is not None and table.block_rows == height and len(table.bounds) == num_groups + 2
+        table, height = args.tile_table, self.metadata.design.tile_shape[0]
+        return table is not None and table.block_rows == height and len(table.order) == 1
 
     def estimate(self, args: JaggedGemmArguments) -> float:
         """Return the number of multiplications for one index along K, padding included."""
-        num_groups = self._num_table_groups(args)
-        return num_groups * padded(cdiv(len(args.A), num_groups), args.B.shape[1], self.metadata.design)
-
-    def _num_table_groups(self, args: JaggedGemmArguments) -> int:
-        return args.num_groups if self.by_group else 1
+        return padded(len(args.A), args.B.shape[1], self.metadata.design)
 
 
 def make_jagged_table(
@@ -79,7 +69,7 @@ def make_jagged_table(
     num_rows: int,
     block_rows: int,
     *,
-    parts: int | None,  # number of equal parts into which rows are cut; None cuts by group
+    parts: int = 1,  # number of equal parts into which rows are cut
     out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
 ) -> TileTable:
@@ -90,10 +80,10 @@ def make_jagged_table(
     num_groups = len(group_offsets) - 1
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
-    table = tile_table_in(memory, group_offsets, num_rows, parts or num_groups, block_rows)
+    table = tile_table_in(memory, group_offsets, num_rows, parts, block_rows)
     capacity = len(table.tiles)
     blocks = table_blocks(num_groups)
-    programs = cdiv(max(capacity, parts or num_groups), blocks["PROGRAM_ENTRIES"])
+    programs = cdiv(max(capacity, parts), blocks["PROGRAM_ENTRIES"])
     launch_kernel(
         _jagged_table_kernel,
         (programs if out is None else max(programs, 2 * num_programs(out)),),
@@ -110,7 +100,7 @@ def make_jagged_table(
         None if out is None else out.shape[1],
         PARTS=parts,
         G_P2=next_power_of_2(num_groups),
-        PARTS_P2=next_power_of_2(parts or 1),
+        PARTS_P2=next_power_of_2(parts),
         BLOCK_ROWS=table.block_rows,
         BLOCK_N=1024,
         **blocks,
@@ -143,50 +133,28 @@ def _jagged_table_kernel(
     """Each program writes PROGRAM_ENTRIES table entries and zeroes some rows outside the groups. Grid: (programs,)."""
     program = tl.program_id(0)
     group = tl.arange(0, G_P2)
-    raw_starts = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
     raw_ends = tl.load(offsets_ptr + (group + 1) * offsets_stride, mask=group < G, other=0)
     first = tl.minimum(tl.maximum(tl.load(offsets_ptr), 0), num_rows)
-    starts = tl.associative_scan(tl.minimum(tl.maximum(raw_starts, first), num_rows), 0, larger)
     ends = tl.associative_scan(tl.minimum(tl.maximum(raw_ends, first), num_rows), 0, larger)
     last = tl.max(ends, 0)
-    if PARTS is None:
-        write_tile_table(
-            program,
-            tl.where(group < G, starts, ends),
-            ends,
-            bounds_ptr,
-            tiles_ptr,
-            num_tiles_ptr,
-            order_ptr,
-            num_rows,
-            capacity,
-            G,
-            G_P2,
-            BLOCK_ROWS,
-            ENTRY_BLOCK,
-            PROGRAM_ENTRIES,
-        )
-    else:
-        part = tl.arange(0, PARTS_P2)
-        size = tl.cdiv((last - first).to(tl.int64), PARTS)
-        part_starts = tl.minimum(first + part * size, last)
-        part_ends = tl.minimum(first + (part + 1) * size, last)
-        write_tile_table(
-            program,
-            part_starts,
-            part_ends,
-            bounds_ptr,
-            tiles_ptr,
-            num_tiles_ptr,
-            order_ptr,
-            num_rows,
-            capacity,
-            PARTS,
-            PARTS_P2,
-            BLOCK_ROWS,
-            ENTRY_BLOCK,
-            PROGRAM_ENTRIES,
-        )
+    part = tl.arange(0, PARTS_P2)
+    size = tl.cdiv((last - first).to(tl.int64), PARTS)
+    write_tile_table(
+        program,
+        tl.minimum(first + part * size, last),
+        tl.minimum(first + (part + 1) * size, last),
+        bounds_ptr,
+        tiles_ptr,
+        num_tiles_ptr,
+        order_ptr,
+        num_rows,
+        capacity,
+        PARTS,
+        PARTS_P2,
+        BLOCK_ROWS,
+        ENTRY_BLOCK,
+        PROGRAM_ENTRIES,
+    )
     if out_ptr is not None:
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         num_outside = num_rows - (last - first)
@@ -198,14 +166,7 @@ def _jagged_table_kernel(
                 tl.store(out_ptrs, tl.zeros((BLOCK_N,), dtype), mask=column < N)
 
 
-JAGGED_KERNELS = tuple(
-    JaggedGemm(kernel, by_group)
-    for by_group, kernels in (
-        (False, (*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS, *POINTER_KERNELS)),
-        (True, POINTER_KERNELS),
-    )
-    for kernel in plain_products(*kernels)
-)
+JAGGED_KERNELS = tuple(map(JaggedGemm, plain_products(*WARP_SPECIALIZED_KERNELS, *TMA_KERNELS, *POINTER_KERNELS)))
 
 
 def _float32_out(kernel: Kernel) -> Kernel:

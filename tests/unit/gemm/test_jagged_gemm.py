@@ -177,19 +177,18 @@ def test_pack_groups_whatever_the_default_device(device):
     ],
 )
 def test_table(offsets, num_rows, offsets_dtype, device):
-    """By group, the table equals the reference's table with one more group, the rows before the first offset."""
+    """The table has the rows from the first to the last clamped offset. The rows outside become zeros."""
     offsets = torch.tensor(offsets, dtype=offsets_dtype, device=device)
     clamped = offsets.clamp(0, num_rows).cummax(0).values
     out = torch.full((num_rows, 3), torch.nan, device=device)
-    table = make_jagged_table(offsets, num_rows, 16, parts=None, out=out)
-    assert table.bounds.tolist() == [*clamped.tolist(), num_rows]
-    expected = reference.tile_table(clamped, num_rows, 16)  # its group 0 holds the rows before
-    head = -(-int(clamped[0]) // 16)
-    num_tiles = int(table.num_tiles[0])
-    assert num_tiles == int(expected.num_tiles[0]) - head
-    assert torch.equal(table.tiles[:num_tiles], expected.tiles[head:][:num_tiles] - expected.tiles.new_tensor([1, 0]))
+    table = make_jagged_table(offsets, num_rows, 16, out=out)
+    first, last = int(clamped[0]), int(clamped[-1])
+    assert table.bounds.tolist() == [first, last, num_rows]
+    num_tiles = -(-(last - first) // 16)
+    assert int(table.num_tiles[0]) == num_tiles
+    assert table.tiles[:num_tiles].tolist() == [[0, block] for block in range(num_tiles)]
     outside = torch.ones(num_rows, dtype=torch.bool, device=device)
-    outside[clamped[0] : clamped[-1]] = False
+    outside[first:last] = False
     assert not out[outside].any() and out[~outside].isnan().all()
 
 
