@@ -269,7 +269,7 @@ class Kernel(abc.ABC):
 
     def launch(self, args: Arguments) -> Launch | None:
         """Return the launch for these arguments, or None if there is nothing to write."""
-        return self._launch(args) if any(out.numel() for out in args.outputs) else None
+        return self._launch(args) if args.out.numel() else None
 
     @abc.abstractmethod
     def _launch(self, args: Any) -> Launch:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...runtime.dispatch import FLOAT8
+from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
 from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
@@ -95,6 +96,9 @@ class GroupedGemmListKernel(Kernel):
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
         """Check the remaining requirements of a kernel that needs alignment. Called only with aligned arguments."""
+
+    def launch(self, args: GroupedGemmListArguments) -> Launch | None:
+        return self._launch(args) if any(out.numel() for out in args.out_list) else None
 
     def table(self, args: GroupedGemmListArguments, memory: Tensor | None = None) -> ProblemTable:
         """Return the table in `args` if it has this kernel's tile shape. Otherwise return a new table."""
