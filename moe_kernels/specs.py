@@ -107,8 +107,8 @@ class RouterSpec:
 
     @property
     def is_softmax_of_logits(self) -> bool:
-        """Return whether a softmax over the logits chooses and weighs the experts, normalised over the chosen experts
-        or not."""
+        """Return whether a softmax over the logits chooses and weighs the experts. The weights may be normalised over
+        the chosen experts."""
         return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # set by __post_init__
 
     @property

@@ -3,9 +3,9 @@
     H = X @ w_up^T + sum over adapters of scale * (drop(X) @ up_a^T) @ up_b^T
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T         A = activation(H)
 
-Each row, adapter and projection has its own mask, as in PEFT if the experts consist of linear layers. The steps
-are separate ops, and autograd keeps their inputs: X, H, A and Y, and per adapter the masks and the masked X and A.
-X holds the token of each slot. Autograd also keeps quantised weights in dequantised form.
+Each row, adapter and projection has its own mask. PEFT does the same for experts that consist of linear layers. The
+steps are separate ops, and autograd keeps their inputs: X, H, A and Y, and per adapter the masks and the masked X and
+A. X holds the token of each slot. Autograd also keeps quantised weights in dequantised form.
 """
 
 from __future__ import annotations
