@@ -42,6 +42,8 @@ if OBSTACLE is None:
 if OBSTACLE is None:
     # Triton 3.7 and 3.8 introduced the new names; 3.9 keeps some old names only to raise an error.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore[reportAttributeAccessIssue]
+    # Triton 3.6 and 3.7 hash the constructor of an aggregate, not its fields. If the constructor were generated, a
+    # kernel with changed fields could reuse old machine code. So each aggregate writes out its constructor.
     aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load

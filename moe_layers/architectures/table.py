@@ -72,7 +72,7 @@ def _one_shared(config: ModelConfig) -> int:
 
 
 def _several_shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
-    """Return a reader of the shared experts' number times their d_ff. Together they equal one expert of that d_ff."""
+    """Return a reader of the total d_ff of the shared experts. Together they equal one expert of this d_ff."""
     names = d_ff or ("moe_intermediate_size",)
     return lambda config: config.integer(*_NUM_SHARED, **default) * config.integer(*names) or None
 
