@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch, in pipeline order: the specification of the package, correct in float64.
+"""The specification of the package: every op in plain PyTorch, in pipeline order. float64 is computed in float64.
 
     tokens -> logits -> topk_routing -> sort_by_expert -> permute -> grouped_gemm -> activation -> grouped_gemm
            -> combine
@@ -118,7 +118,7 @@ def routing_weights(
 
 def _sparsemixer_weights(
     logits: Tensor,  # [T, E]
-    experts: Tensor,  # [T, 2]; -1 means no expert, and its weight has no meaning
+    experts: Tensor,  # [T, 2]; -1 means no expert; the weight returned for -1 has no meaning
     jitter: float,
 ) -> Tensor:  # [T, 2]
     weights, left = [], logits
@@ -203,12 +203,14 @@ def _split_groups(
     ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += rows.shape[0]
-    # Make rows contiguous, because tracers cannot compare the strides of column-major pieces, whose sizes are symbols.
+    # Make rows contiguous. In tracers the sizes of pieces are symbols, and tracers cannot compare the strides of
+    # column-major pieces with such sizes.
     return rows.contiguous().split(sizes.tolist())
 
 
 def result_dtype(dtype: torch.dtype, out: Tensor | None = None) -> torch.dtype:
-    """Return the dtype of `out`, else `dtype`, but bfloat16 for float8, because a float8 result would need a scale."""
+    """Return the dtype of `out`. Without `out`, return `dtype`, or bfloat16 if `dtype` is float8: a float8 result would
+    need a scale."""
     if out is not None:
         return out.dtype
     return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
@@ -316,7 +318,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _at_most(x: Tensor, limit: float) -> Tensor:
-    """Return min(x, limit) with gradient 1 at x = limit. From PyTorch 2.14 on, `Tensor.clamp` has gradient 0 there."""
+    """Return min(x, limit) with gradient 1 at the limit, where `Tensor.clamp` has gradient 0 from PyTorch 2.14 on."""
     return torch.where(x > limit, limit, x)
 
 
@@ -333,7 +335,7 @@ def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# Each function takes (gate, up) if gated, else one value. The limit and alpha follow, if the activation has them.
+# Each function takes (gate, up) if gated, else one value. Its next parameters are the limit and alpha, if needed.
 _ACTIVATIONS = {
     "swiglu": lambda gate, up: functional.silu(gate) * up,
     "geglu": lambda gate, up: functional.gelu(gate) * up,
@@ -434,7 +436,7 @@ def row_weights(
     topk_weights: Tensor,  # [T, K]
     slot_to_row: Tensor,  # [T, K] int32
     num_rows: int,
-) -> Tensor:  # [R], zero for rows of dropped slots, which follow the last offset
+) -> Tensor:  # [R], zero for padding rows, which follow the last offset
     return functional.pad(topk_weights.flatten(), (0, 1))[row_to_slot(slot_to_row)[:num_rows]]
 
 

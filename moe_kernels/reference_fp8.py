@@ -28,10 +28,11 @@ def quantize_blocks(
     rows: int,
     columns: int,
 ) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
-    """Divide each value by its block's scale in float32, and round it to e4m3. Return (numbers, scales).
+    """Divide each value by its block's scale in float32, and round the quotient to e4m3. Return (numbers, scales).
 
-    The largest magnitude of a block becomes 448, unless it is below 1e-30. A block of zeros has the scale 1. In a block
-    with NaN, all numbers become NaN. In a block with an infinity, the infinity becomes NaN and the scale infinite.
+    The largest magnitude of a block becomes 448, unless that magnitude is below 1e-30. A block of zeros has scale 1. If
+    a block contains NaN, all its numbers become NaN. If a block contains an infinity, the infinity becomes NaN and the
+    scale infinite.
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
@@ -91,7 +92,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[[Any, Tensor], Any]:
-    """Make gradients of gradients raise. With `autograd.grad`, PyTorch's `once_differentiable` gives wrong values."""
+    """Wrap a backward, so that gradients of gradients raise. PyTorch's `once_differentiable` gives wrong values with
+    `autograd.grad`."""
 
     @functools.wraps(backward)
     def run(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -103,8 +105,8 @@ def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -
 
 
 class _Linear(torch.autograd.Function):
-    """Computes rows @ weight^T per expert from e4m3 operands. The gradient of the rows also has e4m3 operands. The
-    gradient of the weight does not."""
+    """Computes rows @ weight^T per expert from e4m3 operands. The GEMM for the gradient of the rows also has e4m3
+    operands. The GEMM for the gradient of the weight does not round its operands."""
 
     @staticmethod
     def forward(rows: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:  # [R, in], [E, out, in] -> [R, out]
@@ -123,12 +125,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _WeightedLinear(torch.autograd.Function):
-    """Computes the weighted sum of each token's rows @ weight^T. The upstream gradient is rounded once per token,
-    before it is copied to rows and weighted. dA' is the gradient of the unweighted `kept`:
+    """Computes rows @ weight^T, and sums the products of each token with their weights. The upstream gradient of a
+    token is rounded to e4m3 before the gradient is weighted. dA' is the gradient of the rows before weighting:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    `kept` holds the rows that backward reads, and receives the gradient of the rows.
+    Backward reads `kept` in place of `rows`, and returns the gradient of the rows as the gradient of `kept`.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Settings of routers and of activation functions, as frozen dataclasses.
 
-`reference.topk_routing` and `reference.apply_activation` evaluate them.
+`reference.topk_routing` and `reference.apply_activation` evaluate these settings.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class RouterSpec:
 
     Args:
         input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
-            by sqrt(D), and multiplied by a learned vector. None, the default, does not normalise the token.
-        logit_bias: the linear map has a bias.
+            by sqrt(D), and multiplied by a learned vector. None, the default, leaves the token unchanged.
+        logit_bias: whether the linear map has a bias.
         logit_softcap: the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: if set, the router is a top-2 SparseMixer, as in evaluation. The router chooses the highest
-            expert, then the highest of the rest. Each weight is a softmax over the experts whose logits have at most
-            the relative distance `2 * jitter` from the chosen logit. Settings below are ignored, except
-            `per_expert_scale`, `scale` and `weight_on_input`.
-        selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds it to
-            the logits instead.
+        sparsemixer_jitter: if set, the router is a top-2 SparseMixer, as in evaluation. The router chooses the expert
+            with the highest logit, then the expert with the highest of the other logits. Each weight is a softmax over
+            the experts whose logits differ by at most the relative distance `2 * jitter` from the chosen logit.
+            Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
+        selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds the
+            bias to the logits instead.
         num_groups: experts form this many groups of consecutive ids.
-        topk_groups: only experts of this many best groups can be chosen.
-        group_score: score of a group: the "max" of its experts, or the "top2_sum" of its two largest.
-        normalize: weights are divided by a norm of the chosen scores, at least `norm_minimum`:
+        topk_groups: only the experts of this many groups, those with the highest scores, can be chosen.
+        group_score: score of a group: "max" of its experts' scores, or "top2_sum", the sum of the two highest.
+        normalize: whether weights are divided by a norm of the chosen scores, which is at least `norm_minimum`:
             (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
         scale: multiplies the weights.
-        per_expert_scale: a learned factor [E] multiplies the weights.
-        weight_on_input: the weight multiplies the expert's input instead of its output.
+        per_expert_scale: whether a learned factor [E] multiplies the weights.
+        weight_on_input: whether the weight multiplies the expert's input instead of its output.
 
     Raises:
         ValueError: an unknown name, or a number out of range.
@@ -127,8 +127,8 @@ class RouterSpec:
 
     @property
     def single_weight_is_one(self) -> bool:
-        """Return whether the weight is `scale` with top-1, whatever the logits are: a single score is divided by
-        itself."""
+        """Return whether a single chosen expert (top-1) has the weight `scale` for all logits, because normalisation
+        divides the single score by itself."""
         # Epsilons and minimums below 1e-3, such as the published 1e-20 to 1e-6, only avoid a division by zero.
         return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
 
@@ -155,45 +155,47 @@ class RouterSpec:
 
     @classmethod
     def softmax(cls, *, normalize: bool = True, **settings) -> RouterSpec:
-        """Mixtral, Qwen, OLMoE, Switch; with normalize=True also GPT-OSS (logit_bias=True) and Granite."""
+        """Return the router of Mixtral, Qwen, OLMoE or Switch. With normalize=True, the default, also return that of
+        Granite or, with logit_bias=True, of GPT-OSS."""
         return cls(normalize=normalize, **settings)
 
     @classmethod
     def dbrx(cls, power: float, **settings) -> RouterSpec:
-        """DBRX: weights divided by their L^power norm."""
+        """Return the router of DBRX, which divides the weights by their L^power norm."""
         return cls(norm_power=power, **settings)
 
     @classmethod
     def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **settings) -> RouterSpec:
-        """DeepSeek-V2's "group_limited_greedy": groups ranked by their best expert, weights never normalised."""
+        """Return DeepSeek-V2's "group_limited_greedy": a group ranks by its best expert, weights are not normalised."""
         return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **settings)
 
     @classmethod
     def deepseek_v3(
         cls, num_groups: int = 1, topk_groups: int = 1, *, norm_epsilon: float = 1e-20, **settings
     ) -> RouterSpec:
-        """DeepSeek-V3 and relatives: MiniMax-M2 (norm_epsilon=0), LFM2 (1e-6), DeepSeek-V4 (score="sqrt_softplus")."""
+        """Return the router of DeepSeek-V3, MiniMax-M2 (norm_epsilon=0), LFM2 (norm_epsilon=1e-6) or DeepSeek-V4
+        (score="sqrt_softplus")."""
         settings = {"score": "sigmoid", "selection_bias": "score", "group_score": "top2_sum", **settings}
         return cls(num_groups=num_groups, topk_groups=topk_groups, norm_epsilon=norm_epsilon, **settings)
 
     @classmethod
     def ernie(cls, *, normalize: bool = True, norm_minimum: float = 0.0, scale: float = 1.0, **settings) -> RouterSpec:
-        """ERNIE 4.5 (normalised by a sum of at least norm_minimum) and LongCat (normalize=False, with a scale)."""
+        """Return the router of ERNIE 4.5 (norm of at least norm_minimum) or LongCat (normalize=False, with a scale)."""
         return cls(selection_bias="score", normalize=normalize, norm_minimum=norm_minimum, scale=scale, **settings)
 
     @classmethod
     def llama4(cls, **settings) -> RouterSpec:
-        """Llama 4: the sigmoid of the chosen logit multiplies the expert's input."""
+        """Return the router of Llama 4: the sigmoid of the chosen logit multiplies the expert's input."""
         return cls(score="sigmoid", normalize=False, weight_on_input=True, **settings)
 
     @classmethod
     def phimoe(cls, jitter: float, **settings) -> RouterSpec:
-        """Phi-3.5-MoE in evaluation."""
+        """Return the router of Phi-3.5-MoE in evaluation."""
         return cls(sparsemixer_jitter=jitter, **settings)
 
     @classmethod
     def gemma4(cls, epsilon: float, **settings) -> RouterSpec:
-        """Gemma 4: normalises and scales the token, and learns a factor per expert."""
+        """Return the router of Gemma 4, which normalises and scales the token and learns a factor per expert."""
         return cls(input_norm_epsilon=epsilon, per_expert_scale=True, **settings)
 
 
@@ -246,8 +248,8 @@ class Activation:
     Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
 
     Args:
-        interleaved: gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first. This
-            order applies to the columns of the pre-activation, and to the rows of w_up and b_up.
+        interleaved: whether gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first.
+            This order applies to the columns of the pre-activation, and to the rows of w_up and b_up.
 
     Raises:
         ValueError: the name is unknown, the activation has no limit or alpha but one is given, a number is not
@@ -290,7 +292,7 @@ def is_gated(name: str | None) -> bool:
 
 
 def as_activation(op: str, activation: str | Activation) -> Activation:
-    """Return the activation of a name. An `Activation` is returned unchanged.
+    """Return `activation` if it is an `Activation`, else the activation with this name.
 
     Raises:
         ValueError: the name is unknown.

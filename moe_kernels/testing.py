@@ -54,15 +54,15 @@ def make_logits(
 ) -> Tensor:  # [T, E] float32
     """Return logits whose top-k choice follows a pattern.
 
-    "random": logits are independent. "even": experts get equal shares, to within top_k slots. "zipf": the k-th most
-    popular expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
+    "random": logits are independent. "even": the experts' numbers of slots differ by at most top_k. "zipf": the k-th
+    most popular expert is chosen in proportion to 1 / k. "first": every token ranks experts 0, 1, ... in this order.
     """
     expert = torch.arange(num_experts, device=device)
     noise = torch.rand(num_tokens, num_experts, device=device, generator=generator)
     if routing == "random":
         return torch.randn(num_tokens, num_experts, device=device, generator=generator)
     if routing == "even":
-        # In each block of E tokens every expert appears once at each rank, in a random order per block.
+        # In each block of E tokens, every expert is once the first choice, once the second, etc., in random order.
         num_blocks = -(-num_tokens // num_experts)
         order = torch.rand(num_blocks, num_experts, device=device, generator=generator).argsort(-1)
         token = torch.arange(num_tokens, device=device)
@@ -115,7 +115,8 @@ def run_with_grads(
     if not wanted:
         return (out,)
     generator = torch.Generator(out.device).manual_seed(seed)
-    # float64, float32 and (from 2 ** -17 on) float16 represent bfloat16 values exactly: all see the same gradient.
+    # Round to bfloat16, which float64, float32 and (from 2 ** -17 on) float16 represent exactly: all get equal
+    # gradients.
     dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
@@ -149,13 +150,13 @@ def assert_accurate(actual: Tensor, baseline: Tensor, exact: Tensor, name: str =
         budgets: multiple of the budget that the error may reach; 1 by default.
 
     Raises:
-        AssertionError: the message states the errors. NaN passes only where `exact` is NaN too.
+        AssertionError: the error exceeds the budget, the shape or dtype is wrong, or NaN is not where `exact` is NaN.
     """
     _errors(actual, baseline, exact, name).hold(name, budgets=budgets)
 
 
 def _require(condition: bool, message: str) -> None:
-    """Raise AssertionError unless `condition` holds. `python -O` removes `assert`, and `MOE_VERIFY` needs the check."""
+    """Raise AssertionError unless `condition` holds, even under `python -O`, because `MOE_VERIFY` needs the check."""
     if not condition:
         raise AssertionError(message)
 
@@ -183,10 +184,10 @@ def check_accuracy(
     names: tuple[str, ...],
     frozen: Collection[int] = (),
 ) -> None:
-    """Check `op` against the error budget: its output and the gradient of each floating-point input, on drawn inputs.
+    """Check the output of `op` and the gradient of each floating-point input against the error budget, on drawn inputs.
 
     Args:
-        draw: returns the inputs for a seed, both floating-point ones and integers.
+        draw: function that returns the inputs for a seed, floating-point ones and integers.
         names: names of the output, then of each floating-point input's gradient.
         frozen: positions of floating-point inputs that require no gradient.
     """
@@ -194,10 +195,11 @@ def check_accuracy(
 
 
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
-    """Check that each error is within its budget. Errors up to two budgets are measured again with larger samples.
+    """Check that each error is within its budget. Measure again with larger samples if an error is up to two budgets.
 
-    If errors are sums of a few products, the largest of 64 errors exceeds twice the largest of another 64 errors in
-    about 1 % of cases. With samples of 256 errors this happens in 0.2 % of cases. A real error fails again.
+    If errors are sums of a few products, the largest of 64 errors by chance exceeds twice the largest of 64 other
+    errors in about 1 % of cases. With samples of 256 errors, the share of cases is 0.2 %. A real error exceeds its
+    budget again.
 
     Args:
         measure: `measure_errors` with all operands.
@@ -223,8 +225,8 @@ def measure_errors(
     """Return, by name, the errors that `check_accuracy` checks.
 
     The budget compares largest errors, and the largest of a few numbers varies by chance. Small results are therefore
-    drawn again with further seeds, until every nonzero result has `num_elements` nonzero elements. The errors cover all
-    draws together.
+    computed again from further seeds, until every nonzero result has `num_elements` nonzero elements in all draws. The
+    errors cover all draws together.
 
     Raises:
         AssertionError: a shape or dtype is wrong, or NaN appears at other positions than in float64.

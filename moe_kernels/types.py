@@ -29,9 +29,9 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block within the group
-    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; further entries of `tiles` continue it
+    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; later entries of `tiles` extend the tail
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
-    block_rows: int
+    block_rows: int  # most rows of a tile
 
 
 class Permutation(NamedTuple):
@@ -68,7 +68,7 @@ class WeightFormat:
 
 
 class QuantizedWeight(NamedTuple):
-    """A frozen weight [E, out, in] in the tensors of its format. All tensors are contiguous.
+    """A frozen weight [E, out, in], stored as the tensors of its quantised format. All tensors are contiguous.
 
     | format | values | scales |
     | --- | --- | --- |
@@ -130,7 +130,7 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in], and its fields of `ScaledForms`, which GEMMs read in place of `master`."""
+    """A trained weight [E, out, in] (`master`), and its e4m3 forms from `ScaledForms`, which GEMMs read instead."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]

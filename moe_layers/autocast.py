@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 def call_with_autocast_rules(
     function: Callable[..., Result], tokens: Tensor, weight: Weight, *others: Weight | None
 ) -> Result:
-    """Call `function` with operands in autocast's dtype and autocast disabled, as autocast calls a matrix product.
+    """Call `function` as autocast calls a matrix product: with operands in autocast's dtype, and autocast disabled.
 
     As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
     the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
@@ -30,7 +30,7 @@ def call_with_autocast_rules(
 
 
 def autocast_is_enabled(device_type: str) -> bool:
-    """Return whether autocast is enabled for the device type. False for meta, where `is_autocast_enabled` raises."""
+    """Return whether autocast is enabled for the device type; False for meta, where `is_autocast_enabled` raises."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 

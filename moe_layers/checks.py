@@ -21,14 +21,15 @@ def check_choice(owner: str, name: str, value: object, choices: tuple[object, ..
 
 
 def check_kind(owner: str, name: str, value: object, kind: type) -> None:
-    """Raise ValueError unless `value` is a `kind`."""
+    """Raise ValueError unless `value` is an instance of `kind`."""
     if not isinstance(value, kind):
         got = f"the class {value.__name__}" if isinstance(value, type) else f"{type(value).__name__} {value!r}"
         raise ValueError(f"{owner}: {name} must be a {kind.__name__}, got {got[:100]}")
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor. Importing the class would take half as long as importing PyTorch."""
+    """Return whether a tensor is a DTensor. The class is not imported, because its import takes half as long as
+    PyTorch's."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # plain tensors skip the slow failed look-up
 
 

@@ -22,8 +22,8 @@ from .routing.capacity import CapacityFactor
 class MoEConfig:
     """The sizes and settings of an `MoEFeedForward`.
 
-    `MoEFeedForward.from_config(config)` builds the layer and `layer.config` returns its configuration. An assignment,
-    noise, the implementation, device and dtype are arguments of `from_config`, because they do not describe the layer.
+    `MoEFeedForward.from_config(config)` builds the layer and `layer.config` returns its configuration. Assignment,
+    noise, implementation, device and dtype are arguments of `from_config`, because they do not describe the layer.
 
         config = MoEConfig.qwen3_30b_a3b()                           # a published model
         config = MoEConfig.from_hf(transformers_config)              # any supported config.json
@@ -39,11 +39,13 @@ class MoEConfig:
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
         shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
         shared_activation: activation of the shared expert; None for the activation of the experts.
-        num_zero_experts: number of experts without parameters, with the last ids, that return their token unchanged.
-        latent_dim: size of `w_latent_in @ x`, which the routed experts process. `w_latent_out` maps their sum back to
-            d_model. The router and the shared expert process x. None: the routed experts process x, too.
+        num_zero_experts: number of experts with the last ids, which have no parameters and return their token
+            unchanged.
+        latent_dim: size of `w_latent_in @ x`, which routed experts process instead of x. `w_latent_out` maps the sum of
+            the experts' outputs back to d_model. Router and shared expert process x. Default: no latent projections.
         capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token
-            order, or a `CapacityFactor`. Slots beyond the capacity add nothing. None means no limit.
+            order. A `CapacityFactor` sets the number relative to an even share. Slots beyond the capacity add nothing.
+            None (default) means no limit.
         separate_router_input: the router reads a separate tensor, the argument `router_input` of the forward, as in
             Gemma 4. By default the router reads x.
         recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM; None saves them.
@@ -145,7 +147,7 @@ class MoEConfig:
 
         Args:
             active: count the parameters that a token uses: `top_k` experts instead of all. Zero experts have no
-                parameters, so a token that chooses them uses fewer.
+                parameters, so a token that chooses them uses fewer. Default: False.
         """
         num_experts = min(self.top_k, self.num_experts) if active else self.num_experts
         num_logits, router = self.num_experts + self.num_zero_experts, self.router
@@ -157,7 +159,7 @@ class MoEConfig:
         return self._matrix_elements(num_experts) + vectors
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of a token's forward: two per element of the matrices that it uses.
+        """Return the floating-point operations of a token's forward: two per element of the matrices that are used.
 
         Backward takes twice as many, and with `recompute="up"` one more product of `w_up`. Activations, biases
         and the routing after the logits are not counted. With zero experts or a capacity a token may need fewer.
@@ -209,7 +211,7 @@ class MoEConfig:
         Args:
             hf_config: a configuration object of transformers, or the dict of a config.json. A composite model is
                 represented by the configuration of its language model.
-            layer: number of the layer, for settings that the configuration lists by layer. Default: 0.
+            layer: index of the layer, used for settings that the configuration lists by layer. Default: 0.
 
         Raises:
             ValueError: the architecture is not supported, or a field is missing, malformed or not supported.
@@ -221,7 +223,7 @@ class MoEConfig:
         config = read_config(values, layer)
         return cls.from_dict(find_architecture(config).settings(config))
 
-    # Published models. Each equals `from_hf` of the model's config.json.
+    # Published models. Each method returns the configuration that `from_hf` returns for the model's config.json.
 
     @classmethod
     def mixtral_8x7b(cls) -> MoEConfig:

@@ -44,11 +44,11 @@ class MoEFeedForward(nn.Module):
         y = sum over the chosen experts of weight * w_down @ activation(w_up @ x)   [+ shared expert]
 
     Input and output are [..., d_model] in the dtype of the parameters. Under autocast, the layer computes and returns
-    autocast's dtype, as matrix products do. Router logits, routing weights and all sums are float32. The forward and
-    backward are deterministic and never wait for the GPU.
+    its output in autocast's dtype, as matrix products do. Router logits, routing weights and all sums are float32. The
+    forward and backward are deterministic and never wait for the GPU.
 
-    All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (0.02), biases
-    from zero and learned scales from one. `reset_parameters` initialises them again.
+    All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (default 0.02).
+    Biases start from zero and learned scales from one. `reset_parameters` initialises all of them again.
 
     The constructor takes the common settings. `MoEConfig` holds all settings: `from_config` builds the layer that a
     configuration describes, and `config` is the configuration of a layer.
@@ -58,16 +58,17 @@ class MoEFeedForward(nn.Module):
         activation: the experts' activation: "swiglu", another name, or an `Activation`. A gated activation makes the
             experts gated.
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
-        bias: whether the experts' projections have biases.
+        bias: whether the experts' projections have biases. Default False.
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
-        capacity: maximum number of slots of one sequence (the last axis but one of x) per expert, in token order, or a
-            `CapacityFactor`. Slots beyond the capacity add nothing. None for no limit.
-        assignment: replaces each token's top-k choice: an `Assignment`, or a function for `CustomAssignment`.
-        noise: noise that the router adds in training mode.
+        capacity: maximum number of slots that each expert takes from one sequence, in token order, or a
+            `CapacityFactor`. Sequences lie along the last axis but one of x. Slots beyond the capacity add nothing.
+            None for no limit.
+        assignment: an `Assignment` that replaces each token's top-k choice, or a function for `CustomAssignment`.
+        noise: noise that the router adds in training mode. None for no noise.
         balance_losses: coefficients of the auxiliary losses. Backward adds the gradients of the losses, multiplied by
             the scale of `set_aux_loss_scale`. None for no losses.
-        recompute: "up" recomputes the pre-activations of the experts in backward instead of saving them, which costs
-            one GEMM; None saves them.
+        recompute: "up" recomputes the experts' preactivations in backward instead of saving them. The recomputation
+            costs one GEMM. None, the default, saves the preactivations.
         precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, multiplies
             operands in the dtype of the parameters.
         implementation: "triton", "reference", or None to choose by device.
@@ -129,9 +130,9 @@ class MoEFeedForward(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> MoEFeedForward:
-        """Build the layer that a configuration describes. The constructor describes the other arguments.
+        """Build the layer that a configuration describes. The class docstring describes the other arguments.
 
-        This method does not call the constructor. A subclass with its own constructor must override both methods.
+        This method does not call the constructor. A subclass with its own constructor must also override `from_config`.
         """
         check_kind("MoEFeedForward", "config", config, MoEConfig)
         layer = cls.__new__(cls)
@@ -216,23 +217,24 @@ class MoEFeedForward(nn.Module):
     def from_checkpoint(
         cls, directory: str | os.PathLike[str], layer: int | str = 0, **options: Any
     ) -> MoEFeedForward | tuple[MoEFeedForward, LoadReport]:
-        """Return the layer of a published model. `moe_layers.checkpoint.load_layer` describes the options."""
+        """Return a layer of a published model. `moe_layers.checkpoint.load_layer` describes `layer` and the options."""
         return load_layer(cls, directory, layer, **options)
 
     @property
     def num_experts(self) -> int:
-        """Return the number of experts with parameters, on all ranks together."""
+        """Return the number of experts with parameters on all ranks together. Zero experts do not count."""
         return self.router.num_experts - self.num_zero_experts
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a token's output does not depend on the other tokens of a call, bit for bit. Default False.
+        """Return whether a token's output is independent, bit for bit, of the other tokens of a call. Default False.
 
-        Without auxiliary losses, the gradient of a token does not depend on other tokens, either. Gradients of
-        parameters are sums over all tokens. Each matrix product runs in one kernel for any number of tokens, never in
-        cuBLAS, and the shared expert runs as a routed expert. The cost is highest with few tokens. The reference
+        Without auxiliary losses, a token's gradient is independent of other tokens, too. Gradients of parameters are
+        sums over all tokens, and depend on each. For any number of tokens, a matrix product runs in the same kernel,
+        never in cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The reference
         implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
-        their own order. Setting True raises ValueError with a capacity, assignment or noise, which depend on the call.
+        their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, which depend
+        on the call.
         """
         return self.experts.batch_invariant
 
@@ -251,7 +253,7 @@ class MoEFeedForward(nn.Module):
                 f"got {self.capacity}, {self.router.assignment} and {self.router.noise}"
             )
 
-    # Methods for low-rank adapters of the experts. These functions take the layer as first argument.
+    # Methods for low-rank adapters of the experts. Each is a function whose first argument is the layer.
     add_lora, set_lora, remove_lora = add_lora, set_lora, remove_lora
     merge_lora, unmerge_lora = merge_lora, unmerge_lora
 
@@ -260,18 +262,18 @@ class MoEFeedForward(nn.Module):
         return saved_bytes(self, num_tokens, dtype)
 
     def num_parameters(self, *, active: bool = False) -> int:
-        """Return the number of parameters of the whole layer, without adapters: see `MoEConfig.num_parameters`."""
+        """Return the number of parameters of the whole layer, without adapters. See `MoEConfig.num_parameters`."""
         return self.config.num_parameters(active=active)
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of a token's forward: see `MoEConfig.flops_per_token`."""
+        """Return the FLOPs of the forward of one token. See `MoEConfig.flops_per_token`."""
         return self.config.flops_per_token()
 
     def keep_local_experts(self, experts: range) -> None:
-        """Keep only the parameters of `experts`. The layer then computes only their part of the sum over experts.
+        """Keep only the parameters of `experts`, and compute only these experts' part of the sum over experts.
 
-        Shared and zero experts remain in every such layer. Count these experts only once when you sum the outputs of
-        several layers.
+        Shared and zero experts always remain. If you sum the outputs of layers that keep different experts, count the
+        outputs of the shared and zero experts only once.
 
         Raises:
             ValueError: `experts` is not a range within this layer's experts, or some experts were dropped before.
@@ -314,16 +316,16 @@ class MoEFeedForward(nn.Module):
                 backward.
             sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
                 Default: x [..., S, D] with three or more axes holds sequences of length S.
-            num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the tokens of this call.
-            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the same as in the routing
-                that this layer returns; -1 means no expert. The router computes the weights of these experts. On a CPU,
-                ids beyond the experts raise ValueError. On a GPU, such ids are not reported and mean no expert.
-            router_input: the tensor that the router reads, with `MoEConfig.separate_router_input`.
+            num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the number of tokens in this call.
+            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the K of the routing that
+                this layer returns. The id -1 means no expert. The router computes the weights of these experts. On a
+                CPU, ids beyond the experts raise ValueError. On a GPU, such ids are not reported and mean no expert.
+            router_input: the tensor that the router reads. Required with `MoEConfig.separate_router_input`, else None.
 
         Raises:
-            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters; or
-                the mask, choice or router's input has another shape or dtype; or on the CPU the choice has an id
-                beyond the experts; or a loss lacks its sequence lengths.
+            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters; the
+                mask, choice or router's input has a wrong shape or dtype; on a CPU, the choice has an id beyond the
+                experts; or a loss lacks its sequence lengths.
         """
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
@@ -338,13 +340,13 @@ class MoEFeedForward(nn.Module):
         slots = self._route(router_tokens, info, topk_experts)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared = self.shared_expert
-        shared_out = None if shared is None else shared(info.all_tokens)  # computed while outputs may be in flight
+        shared_out = None if shared is None else shared(info.all_tokens)  # overlaps communication of the dispatcher
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
 
     def _route(self, tokens: Tensor, info: TokenInfo, topk_experts: Tensor | None) -> Slots:
-        """Return the router's slots. Slots of padding or beyond the capacity are -1."""
+        """Return the router's choices as `Slots`. Slots of padding or beyond the capacity have expert id -1."""
         given = {} if topk_experts is None else {"topk_experts": topk_experts}
         if info.token_mask is not None and self.router.assignment is not None:
             given["token_mask"] = info.token_mask
@@ -380,12 +382,12 @@ class MoEFeedForward(nn.Module):
     def _finish(
         self, out: Tensor, slots: Slots, offsets: Tensor, info: TokenInfo, return_routing: bool
     ) -> Tensor | tuple[Tensor, LayerRouting]:
-        """Add losses, counts and statistics. Return the output in the shape of the input."""
+        """Attach losses, and update counts and statistics. Return the output in the shape of the input."""
         routing, loss = None, None
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # Use the offsets only if they count all choices: not with zero experts, nor after `keep_local_experts`.
+            # The offsets count all choices only without zero experts and before `keep_local_experts`.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:
@@ -400,14 +402,14 @@ class MoEFeedForward(nn.Module):
     def save_checkpoint(
         self, directory: str | os.PathLike[str], *, layout: str | None = None, max_shard_bytes: int = 5_000_000_000
     ) -> None:
-        """Write a directory that `from_checkpoint` reads back bit by bit. See `checkpoint.save_layer`."""
+        """Write a directory from which `from_checkpoint` reads the same bits. See `checkpoint.save_layer`."""
         save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Write the parameters to one safetensors file, under their names in the state dict."""
+        """Write the parameters to one safetensors file. Their names are those in the state dict."""
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Load a file of `save_safetensors`, and convert tensors to the parameters' dtype and device. A ValueError
-        about missing, unexpected or wrongly shaped tensors leaves the layer unchanged."""
+        """Load a file of `save_safetensors`, and convert tensors to the parameters' dtype and device. If tensors are
+        missing, unexpected or of a wrong shape, raise ValueError and leave the layer unchanged."""
         load_safetensors(self, path)

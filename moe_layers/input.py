@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_kind, is_dtensor
 
-_unsafe_view = torch.ops.aten._unsafe_view.default  # calling an overload takes half the time of calling its packet
+_unsafe_view = torch.ops.aten._unsafe_view.default  # an op's overload takes half as long to call as its overload packet
 
 
 class TokenInfo(NamedTuple):
@@ -18,12 +18,12 @@ class TokenInfo(NamedTuple):
     all_tokens: Tensor  # [T, D], padding included
     shape: torch.Size  # shape of the layer's input, [..., D]
     token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
-    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all
+    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all sequences
     num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the tokens of this call
 
     @property
     def sequence_length(self) -> int:
-        """Return how many tokens a capacity applies to: the length of the last axis but one, or 1 for x [D]."""
+        """Return how many tokens share one capacity: the length of the last axis but one of x, or 1 for x [D]."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
 
@@ -103,13 +103,13 @@ def restore_shape(
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
     """Return the output in the shape of the layer's input, not as a view. FSDP2's hook on the output gathers parameters
-    before backward, and a view that is changed in place loses the hook. The result and `out` share memory but no
-    version counter, so PyTorch misses in-place changes if a hook of the experts keeps `out`."""
+    before backward, and an in-place change of a view would lose the hook. The result shares memory with `out` but not
+    the version counter. If a hook of the experts keeps `out`, PyTorch therefore misses in-place changes."""
     return _unsafe_view(out, info.shape)
 
 
 def check_num_tokens(op: str, num_tokens: int | Tensor) -> None:
-    """Raise ValueError unless `num_tokens` is a scalar tensor or a number that is not negative."""
+    """Raise ValueError unless `num_tokens` is a scalar tensor or a non-negative number."""
     if isinstance(num_tokens, Tensor):
         if num_tokens.numel() != 1:
             raise ValueError(f"{op}: num_tokens must be a scalar, got {list(num_tokens.shape)}")

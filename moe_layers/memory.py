@@ -1,4 +1,4 @@
-"""Memory that layers save for backward, computed without running them."""
+"""Computes how much memory layers save for backward, by running the layers on fake tensors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .routing.model_routers import AttachedRouter, attached_routers
 
 
 def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
-    """Return the number of bytes in distinct storages saved for backward, without parameters, buffers and the input.
+    """Return the number of bytes that a forward saves for backward, without parameters, buffers and the input.
 
-    The layer runs on fake tensors, which have sizes but no memory. The function counts everything that the layer would
-    save, and launches and allocates nothing on the layer's device. The result does not depend on the number of dropped
-    or masked tokens.
+    Each storage counts once. The layer runs on fake tensors, which have sizes but no memory. The function therefore
+    launches and allocates nothing on the layer's device. The result does not depend on the number of dropped or masked
+    tokens.
 
     For a transformers model that was given to `enable`, the result is the sum over its MoE blocks: routers, routed
-    experts and shared experts. The attention of its layers is not included.
+    experts and shared experts. Attention is not included.
 
     Args:
         layer: a `MoEFeedForward`, or a model with MoE blocks of transformers.
@@ -29,9 +29,9 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
 
     Raises:
         ValueError: `layer` is neither a `MoEFeedForward` nor an enabled model.
-        NotImplementedError: the reference would run (for example without a GPU), several ranks share the experts, or
-            the experts of a transformers model belong to no separate block. In the first two cases memory depends
-            on the routing.
+        NotImplementedError: the reference implementation would run (for example without a GPU), several ranks share
+            the experts, or a transformers model has experts outside a separate block. In the first two cases the
+            memory depends on the routing.
     """
     if hasattr(layer, "aux_loss_scale"):
         _check_experts(layer.experts.implementation, layer.experts.w_up, layer.experts.local_share is not None)
@@ -69,12 +69,12 @@ def _saved_by(
     device: torch.device,
 ) -> int:
     """Return how many bytes a forward of `module` on one input saves for backward."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # observers and balancing hold real tensors
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # because observers and balancing hold real tensors
     tensors = *module.named_parameters(), *module.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
     loss_scale, last_loss = losses.aux_loss_scale, losses.aux_loss
     fake_scale = None if loss_scale is None else mode.from_tensor(loss_scale)
-    kept: dict[int, Tensor] = {}  # storage -> tensor, which keeps the storage alive
+    kept: dict[int, Tensor] = {}  # address of a storage -> a tensor that keeps the storage alive
 
     def keep(tensor: Tensor) -> Tensor:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)

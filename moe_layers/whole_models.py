@@ -14,8 +14,8 @@ from .routing.router import TopKRouter
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     """Multiply the gradients of every layer's auxiliary losses by `scale`. None means 1, as before the first call.
 
-    Pass the loss scale under loss scaling, and 1 / number of accumulated calls under gradient accumulation. The layers
-    keep the tensor without a copy, so a change in place takes effect from the next forward on.
+    With loss scaling, pass the loss scale. With gradient accumulation, pass 1 / (number of accumulated calls). The
+    layers keep the tensor without a copy, so a change in place takes effect from the next forward on.
 
     Args:
         model: a `MoEFeedForward`, or a model with such layers or with MoE blocks of transformers.
@@ -41,12 +41,13 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
-    """Return the auxiliary loss of every layer's last forward with gradients, by layer name, to print or log it.
+    """Return each layer's auxiliary loss in its last forward with gradients, by layer name, for printing or logging.
 
-    Each value is a scalar on the device, the sum of the layer's losses weighted by `balance_losses`, without the factor
-    of `set_aux_loss_scale`. The values carry no gradient, because backward already adds it. Layers without such a loss
-    are left out, so the result is empty if only a selection bias balances the model. To differentiate a loss by hand,
-    build the layer without `balance_losses`, and apply a loss function to the routing of `return_routing=True`.
+    Each value is a scalar on the device: the sum of the layer's losses, weighted by `balance_losses`. The factor of
+    `set_aux_loss_scale` is not included. The values carry no gradient, because backward already adds the gradient.
+    Layers without an auxiliary loss are left out, so the result is empty if only a selection bias balances the model.
+    To differentiate a loss by hand, build the layer without `balance_losses`, and apply a loss function to the routing
+    of `return_routing=True`.
 
     Raises:
         ValueError: no layer has had a forward with an auxiliary loss, unless a selection bias alone balances the model.
@@ -66,13 +67,13 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
-    In a transformers model, set `observer.router.observer` to None.
+    In a transformers model, set `observer.router.observer` to None instead.
 
-    Blocks of transformers read padding from the attention mask of their model, so pass the whole model. In these blocks
-    margins are differences of the scores from which the router chooses the top-k.
+    Blocks of transformers read padding from their model's attention mask, so pass the whole model. In these blocks, the
+    margins in the statistics are differences of the scores from which the router chooses the top-k.
 
     Raises:
-        ValueError: the model has no such layer, or one with an unsupported router.
+        ValueError: the model has no such layer, or a layer has an unsupported router.
     """
     observers = {}
     for name, layer in _layers(model).items():

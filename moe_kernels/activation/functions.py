@@ -2,8 +2,8 @@
 
 An activation is two small functions: `forward(gate, up, limit, alpha)` returns the activated value, and `backward(gate,
 up, dactivated, limit, alpha)` returns (activated, dgate, dup). A plain activation uses only its gate and returns zero
-for dup. NaN stays NaN. To add an activation, write the two functions, an entry in `ACTIVATIONS`, its settings in
-`specs.py` and its PyTorch function in `reference.py`."""
+for dup. A NaN input gives NaN. To add an activation, write the two functions, an entry in `ACTIVATIONS`, its settings
+in `specs.py` and its PyTorch function in `reference.py`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0, accurate to the last places. The hardware's exp2 is accurate, but its argument
-    x * log2(e) is rounded, so the result is corrected."""
+    """Return exp(-x) for x >= 0, accurate to the last places. The argument x * log2(e) of the hardware's exp2 is
+    rounded, so the result is corrected by the rounding error."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # in float32, exp(-x) is zero beyond 104
     scaled = x * -1.4426950408889634
     # `rest` sums the rounding errors of the product and of log2(e) in float32.
@@ -68,7 +68,7 @@ def _gelu(x):
 def _gelu_tanh(x):
     """Return (value, derivative) of x * (1 + tanh(z)) / 2 = x * sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
     square = x * x
-    # The constants are 2 sqrt(2 / pi), and 0.044715 times this number.
+    # The constants are c = 2 sqrt(2 / pi), 0.044715 c and, in the slope, 3 * 0.044715 c.
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * above * slope
@@ -76,7 +76,8 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _tanh(x):
-    """Return (value, derivative), each accurate to its last places. A series keeps small values precise."""
+    """Return (value, derivative), each accurate to its last places. For |x| < 0.3, a series avoids the cancellation in
+    1 - exp(-2 |x|)."""
     power = exp_negative(2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + power)
     large = (1.0 - power) * inverse
@@ -318,9 +319,9 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Gated activations that GEMM kernels apply to the product before the store. Published models use these most.
-# Kernels call `forward(gate, up)`, so `limit` and `alpha` have the published values. In kernels that gather rows,
-# "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
+# Gated activations that GEMM kernels apply to the product before the store. Published models use these activations
+# most. Kernels call `forward(gate, up)`, so `limit` and `alpha` have their defaults, the published values. In kernels
+# that gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
@@ -328,8 +329,8 @@ EPILOGUES = {
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
 # Plain activations that GEMM kernels apply to the product. Grouped kernels also store the rounded product, and apply
-# the activation to the rounded values. Kernels that gather rows apply none, because each would spill registers. Kernels
-# of dense products and of lists of products apply the activation to the float32 product.
+# the activation to the rounded values. Kernels that gather rows apply no plain activation, because each one would spill
+# registers. Kernels of dense products and of lists of products apply the activation to the float32 product.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 

@@ -13,7 +13,7 @@ def activation_kernel(
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R]; only with a bias
     out_ptr,  # [R, F]; with scales, contiguous bytes of e4m3
-    out_stride,  # between rows
+    out_stride,  # distance between rows
     scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
     num_rows,
     F,
@@ -83,7 +83,7 @@ def activation_backward_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_items"])
 def weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED
-    preactivation_stride,  # between rows, like all strides here
+    preactivation_stride,  # distance between rows, like all strides here
     bias_ptr,  # [E, 2F or F] contiguous, or None
     row_to_expert_ptr,  # [R]; only with a bias
     dweighted_ptr,  # [R, F]
@@ -91,16 +91,16 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F], or the destination's [S, 2F or F]
+    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] with a destination
     dpreactivation_stride,
-    weighted_ptr,  # the destination's [S, F]; without a destination [R, F], equal to dweighted_ptr
+    weighted_ptr,  # [S, F] with a destination; else [R, F], equal to dweighted_ptr
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row applies
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
-    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; this and the next two may be None
+    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None together with the next two
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
-    num_items,  # slots or rows
+    num_items,  # number of slots, or of rows
     F,
     limit,
     alpha,
@@ -114,7 +114,8 @@ def weighted_activation_backward_kernel(
 ):
     """One program writes dH, A_w and dw of BLOCK_S slots or rows. Grid: (cdiv(num_items, BLOCK_S),).
 
-    A_w = w * A,  dw = <dA', A>,  dH = w * dA' * activation'(H): see `launch_weighted_activation_backward`.
+    dH = w * dA' * activation'(H), A_w = w * A and dw = <dA', A>. H is the preactivation plus the bias, A is
+    activation(H), w the routing weight, and dA' (`dweighted`) the gradient of A_w.
     """
     item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     if row_to_token_ptr is None:
@@ -165,7 +166,7 @@ def weighted_activation_backward_kernel(
 @triton.jit
 def _load_pair(
     pointer,  # [BLOCK_R, 1]: column 0 of each row
-    stride,  # between columns
+    stride,  # distance between columns
     is_row,  # [BLOCK_R, 1]
     first,
     F,
@@ -173,7 +174,7 @@ def _load_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32. Without a gate, return the value
+    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32. If not GATED, return the value
     twice.
 
     Interleaved columns are loaded in memory order and separated in registers.
@@ -219,7 +220,7 @@ def _store_pair(
 
 @triton.jit
 def _store_scaled(
-    values_ptr,  # [R, width] contiguous, bytes
+    values_ptr,  # [R, width] contiguous, e4m3 bytes
     scales_ptr,  # [cdiv(width, 128), R] contiguous
     values,  # [BLOCK_R, BLOCK_F], rounded to the dtype of the preactivation
     row,  # [BLOCK_R, 1]
@@ -231,7 +232,7 @@ def _store_scaled(
     num_rows,
     BLOCK_F: tl.constexpr,
 ):
-    """Quantise a tile to e4m3, with one scale per row and 128 columns. Write its bytes and scales."""
+    """Quantise a tile to e4m3, with a scale for each 128 columns of a row. Write the bytes and scales."""
     f = first + tl.arange(0, BLOCK_F)[None, :]
     inside = tl.where(is_row & (f < size), values.to(tl.float32), 0.0)
     quantised, scales = quantize_tile(inside, BLOCK_F // 128)

@@ -32,7 +32,7 @@ def apply_activation(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, F]
-    """Apply a gated or plain activation, computed in float32 from the stored values and rounded once. Differentiable.
+    """Apply a gated or plain activation. The result is computed in float32 and rounded once. Differentiable.
 
     "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` lists the others.
 
@@ -67,7 +67,7 @@ def _bias_arguments(bias: RowBias | None) -> tuple[Any, Any]:
 
 
 def _block(num_columns: int) -> tuple[int, int]:
-    """Return (rows, columns) of a tile that keeps four warps busy without spilling."""
+    """Return (rows, columns) of a tile that keeps four warps busy without spilling registers."""
     block_f = min(next_power_of_2(num_columns), 512)
     return max(1, 2048 // block_f), block_f
 
@@ -79,7 +79,8 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
 def launch_activation(
     preactivation: Tensor, activation: Activation, bias: RowBias | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return activation(preactivation + bias), in `out` or a new contiguous tensor. Arguments are already checked."""
+    """Return activation(preactivation + bias), in `out` or a new contiguous tensor. The caller has checked the
+    arguments."""
     if out is None:
         out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out, None)
@@ -190,7 +191,7 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Result tensors of the weighted backward, with S rows. These rows order the slots differently than the inputs."""
+    """Result tensors of the weighted backward, with S rows. A slot may have another row here than in the inputs."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns
     weighted: Tensor  # [S, F] contiguous columns
@@ -199,7 +200,7 @@ class Destination(NamedTuple):
 
 def launch_weighted_activation_backward(
     preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous columns
-    dweighted: Tensor,  # [R, F] contiguous columns: dA', the gradient before the routing weight is applied
+    dweighted: Tensor,  # [R, F] contiguous columns: dA', the gradient of w * A
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
@@ -211,14 +212,14 @@ def launch_weighted_activation_backward(
 ) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
     """Compute the elementwise step of the expert op's backward. Read H (preactivation) and dA' (dweighted) once.
 
-    With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation is
+    With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation A is
     recomputed from the stored H plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
-    written to it instead. Rows of dropped slots are not written.
+    written to its tensors instead. Rows of dropped slots are not written.
 
     Args:
-        row_to_token: for inputs with mostly dropped slots. If it is given and R < T * K, programs handle rows instead
-            of slots.
-        scaled: also receives dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
+        row_to_token: if given and R < T * K, programs handle rows instead of slots. Give `row_to_token` if most slots
+            may be dropped.
+        scaled: receives a second copy of dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k
@@ -269,8 +270,8 @@ def launch_weighted_activation_backward(
 
 
 def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
-    """Return whether each block of 128 preactivation columns has only gate or only up columns. The kernel quantises
-    gate and up columns separately."""
+    """Return whether each block of 128 preactivation columns has only gate or only up columns. All columns of a block
+    share a scale, but the kernel quantises gate and up columns separately."""
     return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 

@@ -5,7 +5,7 @@
     then, for all chunks:    dX = dH @ w_up                  dtokens = sum of a token's rows of dX
     last, for all chunks:    dw_down = gather(dout)^T @ A_w  dw_up = dH^T @ gather(tokens)
 
-A chunk's outputs exist before the next chunk's tokens are needed, and can be sent while the next chunk is computed. The
+While a chunk is computed, the outputs of the previous chunk can be sent and the tokens of the next chunk received. The
 gradients of tokens can be sent while the gradients of the weights are computed. Each weight gradient is one product
 over the rows of all chunks, not a sum of one product per chunk. A_w is A times the routing weights of the rows.
 """
@@ -44,14 +44,14 @@ class ExpertsInParts:
     does not record the steps. The weights are plain tensors.
 
     In backward, call `backward_part` for each chunk, in any order. Then call the other methods, in any order. Only
-    `backward_part` reads the pre-activations. They may be freed before the other steps allocate their results.
+    `backward_part` reads the pre-activations. The pre-activations may be freed before the other steps allocate results.
 
-    Deterministic. The bits do not depend on `reserved_sms`.
+    Deterministic. Results have the same bits for any `reserved_sms`.
 
     Args:
         parts: the permutation of each chunk's slots.
-        whole: for backward, one permutation of the slots of all chunks, in the order of the chunks; None: that of the
-            first chunk.
+        whole: for backward, one permutation of the slots of all chunks, in the order of the chunks. None, the default,
+            uses the permutation of the first chunk.
         reserved_sms: SMs that persistent GEMMs leave to concurrent communication.
     """
 
@@ -119,8 +119,9 @@ class ExpertsInParts:
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
         needed: Sequence[bool],  # in the order of the result
     ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`, then of `Adapters`
-        """Return the needed gradients, those of a pair of adapter factors together, and None in place of the others.
-        Recomputes [R, r] products that no earlier step has kept."""
+        """Return the gradients that `needed` asks for, and None in place of the others. If one factor of an adapter
+        needs a gradient, the other factor also gets its gradient. [R, r] products that no earlier step has kept are
+        recomputed."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         needs_w_up, needs_w_down, needs_b_up, needs_b_down, *needs_factors = needed

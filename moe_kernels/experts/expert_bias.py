@@ -13,7 +13,8 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
     """Return the expert of each row. Padding rows get the last expert, so that kernels can load the bias of every row.
 
     Args:
-        bounds: [E + 2], as in TileTable.
+        bounds: [E + 2]; group g has the rows bounds[g]:bounds[g + 1]. Groups 0 to E - 1 are the experts, group E is
+            padding.
     """
     rows = torch.arange(num_rows, device=bounds.device, dtype=bounds.dtype)
     return torch.searchsorted(bounds[1:-1], rows, right=True, out_int32=True).clamp_(max=len(bounds) - 3)
@@ -21,7 +22,7 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
 
 def launch_segment_sum(
     rows: Tensor,  # [R, N]; [T, N] with row_to_token
-    bounds: Tensor,  # [G + 2] int32
+    bounds: Tensor,  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     row_to_token: Tensor | None = None,  # [R] int32
     row_weights: Tensor | None = None,  # [R] float32 contiguous
 ) -> Tensor:  # [G, N] float32

@@ -50,24 +50,24 @@ def fused_experts(
     computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without
     host synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
-    Quantised weights are frozen. Only their stored bytes are saved for backward. From 512 rows per expert on average,
-    each weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and again in
-    backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory for the
-    next weight and the next layer. The result has the same bits as with dequantised weights. With fewer rows, GEMMs
-    decode weights while they load them, only for experts that have rows. The decoded values are the same, but sums are
-    rounded in another order. The choice depends only on tensor sizes. With `batch_invariant` and in the reference,
-    weights are always dequantised.
+    Quantised weights are frozen, and only their stored bytes are saved for backward. From 512 rows per expert on
+    average, each weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and
+    again in backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory
+    for the next weight and the next layer. The result has the same bits as with weights dequantised beforehand. With
+    fewer rows, GEMMs decode weights while loading, and load only the weights of experts that have rows. The decoded
+    values are equal in both cases, but sums are rounded in another order. The choice depends only on tensor sizes. With
+    `batch_invariant` and in the reference, weights are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
 
     Args:
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is a `QuantizedWeight` of the same format.
-        permutation: from `sort_by_expert` of the same choice of experts as `topk_weights`. Dropped slots add nothing.
-        adapters: low-rank changes of the weights, in any floating-point dtype. They are rounded to the tokens' dtype.
-            No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further saved
-            tensor [R, r], with the rank r rounded up to a multiple of 8.
-        weight_on_input: the routing weight multiplies the token before the expert; default: the expert's output.
+        permutation: from `sort_by_expert` for the experts that `topk_weights` belong to. Dropped slots add nothing.
+        adapters: low-rank changes of the weights, in any floating-point dtype. Adapters are rounded to the tokens'
+            dtype. No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further
+            saved tensor [R, r], with the rank r rounded up to a multiple of 8.
+        weight_on_input: True multiplies the expert's input by the routing weight; False, the default, its output.
         recompute: "up" does not save the pre-activations. Backward recomputes them, with the same bits. None, the
             default, saves them. The reference ignores this setting.
         reserved_sms: SMs that persistent GEMMs leave to concurrent communication. Results have the same bits for any
@@ -77,15 +77,16 @@ def fused_experts(
             computes token by token.
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
-            dtype of the tokens. Weights are quantised in every forward and backward; `MoEFeedForward` caches them.
-            "fp8_saved" also stores the saved pre-activations in e4m3: half the bytes, and less precise gradients.
+            dtype of the tokens. Weights are quantised in every forward and backward. `MoEFeedForward` caches the
+            result. "fp8_saved" also saves the pre-activations in e4m3: about half the bytes, and less precise
+            gradients.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, activation, recompute or precision is
-            unknown, reserved_sms is negative, or only one weight is quantised, or both are in different formats. With
+        ValueError: a shape, dtype or device disagrees with the signature; activation, recompute or precision is
+            unknown; reserved_sms is negative; only one weight is quantised, or the formats of both weights differ. With
             a precision: D or F is no multiple of 16, or the weights are quantised.
-        NotImplementedError: a precision with adapters, or on a GPU below compute capability 9.0.
+        NotImplementedError: a precision is set with adapters, or on a GPU below compute capability 9.0.
     """
     return compute_experts(
         tokens,
@@ -127,7 +128,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Autograd through the reference would save dequantised weights. The op saves the quantised ones.
+        # Autograd through the reference would save dequantised weights. The op saves the quantised weights.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -168,7 +169,7 @@ class RoutedExperts(NamedTuple):
     out: Tensor  # [T, D]
     topk_experts: Tensor  # [T, K] int32
     topk_weights: Tensor  # [T, K] float32
-    offsets: Tensor  # [E] int32, as in `Permutation`
+    offsets: Tensor  # [E] int32: end row of each expert
 
 
 def compute_routed(
@@ -177,10 +178,11 @@ def compute_routed(
     weights: ExpertWeights,
     **settings: Any,
 ) -> RoutedExperts:
-    """Route by `linear_routing`, sort the slots and compute `fused_experts`, as one op with the Triton kernels.
+    """Route by `linear_routing`, sort the slots and compute `fused_experts` with the Triton kernels.
 
-    The weights must contain every expert that the router can choose. The returned routing carries no gradient. Compiled
-    code routes with a separate op, so that checkpointing can keep the choice: see `save_routing`.
+    The weights must contain every expert that the router can choose. The returned routing carries no gradient. One op
+    does all steps, except under `torch.compile`. Compiled code routes by a separate op, so that checkpointing can keep
+    the chosen experts: see `save_routing`.
     """
     _check_formats(weights)
     if torch.compiler.is_dynamo_compiling():
@@ -206,7 +208,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands that all callers of the op pass. `check_operands` checks the shapes, dtypes and devices.
+    """Pack the operands of the op and check its settings and adapters. `check_operands` checks the other operands.
 
     Args:
         others: further fields of `ExpertOperands`.
@@ -223,7 +225,7 @@ def make_operands(
     if others.get("adds_to_main_grad"):
         _check_main_grad(tokens, weights)
     experts = Experts.of(weights, activation, adapters=adapters, weight_on_input=weight_on_input, dtype=tokens.dtype)
-    # Without gradients no backward follows, so the pre-activations are not saved.
+    # If gradients are disabled, no backward follows, so the pre-activations are not saved.
     recomputes = recompute == "up" or not torch.is_grad_enabled()
     return ExpertOperands(tokens, experts, recompute=recomputes, precision=precision, **others)
 
@@ -253,7 +255,7 @@ def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAda
 
 
 def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
-    """Raise ValueError unless TMA can address e4m3 rows of these sizes: it needs multiples of 16 bytes."""
+    """Raise ValueError unless both sizes are multiples of 16 bytes, which TMA needs to address e4m3 rows."""
     if d_model % 16 or d_ff % 16:
         raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 

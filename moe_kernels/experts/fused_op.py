@@ -1,8 +1,8 @@
 """The expert feed-forward of all tokens as one differentiable op that saves as little as possible.
 
 Forward:   H = gather(tokens) @ w_up^T      A = activation(H)      Y = A @ w_down^T      out = combine(Y, weights)
-Saved:     tokens, H, topk_weights and the routing integers. The gathered tokens, A and Y are not saved; with
-           recompute="up" H is not saved either.
+Saved:     tokens, H, topk_weights and the integer tensors of the routing. The gathered tokens, A and Y are not
+           saved. With recompute="up", H is not saved either.
 Backward, with w the routing weight of a row:
 
     dA' = gather(dout) @ w_down             dw = <dA', A>                    (needs no saved Y)
@@ -10,9 +10,9 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, which is added
-wherever H is read: rounding the sum would move more values across the limits of clamps. b_down is added before Y is
-rounded. With biases
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up. Every reader of H
+adds b_up, because a rounded sum would cross the limits of clamps more often. b_down is added before Y is rounded or, if
+the fastest kernel cannot add b_down, to the rounded Y. With biases
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -20,23 +20,23 @@ With `weight_on_input`, H = gather(w * tokens) @ w_up^T, the sum over Y is unwei
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
-The op can also choose the experts by a router and sort the slots. `runtime.replay` replays these launches together with
-the others. With a router, the tokens' gradient has a part that flows through the routing weights. If the weights
-are a softmax over the chosen logits, the launch that sums the rows of dX adds this part: see `router_gradient.py`. Else
+The op can also choose the experts by a router and sort the slots. `runtime.replay` replays the launches of all these
+steps together. With a router, the tokens' gradient has a part that flows through the routing weights. If
+`fuses_router_gradient` is true, the launch that sums the rows of dX adds this part: see `router_gradient.py`. Otherwise
 the router's gradient op adds this part.
 
-A gather is part of the GEMM that reads its rows, or a copy before that GEMM. `selection.choose_copies` picks the faster
-one.
+A gather runs inside the GEMM that reads the gathered rows, or as a copy before that GEMM. `selection.choose_copies`
+picks the faster of the two.
 
-Backward is a sequence of ops, so that memory is free as soon as nothing reads it any more. The table lists the live
-tensors of each op besides the operands, `out` and `dout`. Brackets hold the copies of gathered rows [R, D]:
+Backward is a sequence of ops, so that each tensor can be freed after its last use. The table lists the live tensors of
+each op besides the operands, `out` and `dout`. Brackets mark copies of gathered rows [R, D]:
 
     hidden gradients    H, dH, A_w, [gather(dout)]
     down gradients      dH, A_w, [gather(dout)], dw_down
     up gradients        dH, dw_down, dX, dtokens; then dH, dw_down, dtokens, [gather(tokens)], dw_up
 
-Adapters add a product of low rank to each of the four GEMMs, as more steps of the same reduction. With G =
-gather(dout), X = gather(tokens), and the adapters' scale in up_b and down_b:
+Adapters add a product of low rank to each of the four GEMMs. One reduction sums both products. The adapters' scale is
+multiplied into up_b and down_b. With G = gather(dout) and X = gather(tokens):
 
     H  = X @ w_up^T + (X @ up_a^T) @ up_b^T         Y  = A @ w_down^T + (A @ down_a^T) @ down_b^T
     dA' = G @ w_down + (G @ down_b) @ down_a        dX = dH @ w_up + (dH @ up_b) @ up_a
@@ -49,11 +49,12 @@ Quantised weights are frozen. With many rows, a dequantised copy is a further li
 weight: w_up in forward, w_down in forward and for the hidden gradients, w_up for dtokens.
 
 dw_up, the largest gradient, is allocated last, when the fewest other tensors are live. dw_down is computed first, so
-that A_w and the copy gather(dout) can be freed. Both tensors together are larger than dw_down unless there are few rows
-per expert. H is freed after the first op if autograd does not retain the graph. With recompute="up" dH overwrites H.
+that A_w and the copy gather(dout) can be freed. A_w and this copy together are larger than dw_down, unless there are
+few rows per expert. H is freed after the first op if autograd does not retain the graph. With recompute="up" dH
+overwrites H.
 
 With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
-128 columns, weights a scale for each 128 x 128 block. Sums are float32. Tensors are quantised where they are computed:
+128 columns, weights a scale for each 128 x 128 block. Sums are float32. The operands are quantised as follows:
 
     tokens, dout    once per token, before GEMMs gather their rows
     A               where the activation is computed from H; forward makes A in e4m3 only
@@ -61,8 +62,8 @@ With precision "fp8" the products of forward and of the gradients of rows have e
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
 dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. `ScaledForms` from the
-caller are also saved. With "fp8_saved" H is saved in e4m3 instead, in a bit more than half the bytes. Backward
-dequantises H and overwrites the result with dH.
+caller are also saved for backward. With "fp8_saved" H is saved in e4m3 with scales, in a bit more than half the bytes
+of 16-bit numbers. Backward dequantises H and overwrites the result with dH.
 """
 
 from __future__ import annotations
@@ -256,7 +257,7 @@ def compute_gradients(
     """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # traced ops slice the buffer inside, because Inductor compiles visible slices twice
+    if not is_traced:  # a traced op slices the buffer itself, because Inductor would compile an outer slice twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
@@ -275,7 +276,7 @@ def compute_gradients(
     del weighted, drows, down_low
     needs = _needs(needed, "up")
     made = None
-    if needs_tokens and scaled[0] is not None:  # free dH in e4m3 before the gradients of weights
+    if needs_tokens and scaled[0] is not None:  # compute dtokens first, so that dH in e4m3 can be freed
         only_tokens = True, False, False, False
         made = up_gradients_op(dpreactivation, up_low, low, *scaled, dtopk_weights, operands, None, *only_tokens)
         gradients["tokens"], dtopk_weights = made.dtokens, _of_input(made, dtopk_weights)
@@ -306,8 +307,8 @@ def _of_input(made: UpGradients, dtopk_weights: Tensor) -> Tensor:
 def _router_gradients(
     operands: ExpertOperands, dtopk_weights: Tensor, dtokens: Tensor | None, needed: set[str]
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of the router's operands, and the gradient of the tokens through both the experts and the
-    router."""
+    """Return the gradients of the router's operands. Unless an earlier launch has done so, add the router's part to the
+    gradient of the tokens and return the sum."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
     needs = RouterNeeds.of(needed - {"tokens"} if operands.fuses_router_gradient() else needed)

@@ -1,8 +1,8 @@
 """The ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas.
 
-Backward is three ops, so that tensors can be freed between two ops, after their last use. An op adds a weight's
-gradient to `main_grad` if the weight has one. The ops' schemas do not declare this mutation, because no
-tracer reaches the ops with a `main_grad`: see `fused.py`.
+Backward has three ops, so that tensors can be freed between two ops, after their last use. With `adds_to_main_grad`, an
+op adds a weight's gradient to `main_grad`. The ops' schemas do not declare this mutation, because `fused.py` raises an
+error if `adds_to_main_grad` is used under a tracer.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Compute `HiddenGradients`. A tracer cannot know whether GEMMs gather or read a copy. With `is_traced`, `drows` is
-    therefore a tensor in both cases, uninitialised if GEMMs gather."""
+    """Compute `HiddenGradients`. `drows` is the copy of dout's rows, or None if GEMMs gather these rows instead. A
+    tracer cannot know which of the two happens. With `is_traced`, `drows` is therefore always a tensor if w_down needs
+    a gradient, and uninitialised if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None

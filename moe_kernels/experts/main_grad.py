@@ -49,8 +49,8 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
 def mark_added(weight: Any) -> Tensor | None:
     """Return the gradient that autograd gets for a weight, after the true gradient was added to `main_grad`.
 
-    This is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
-    parameters. Megatron's hooks need a tensor, whose values they ignore.
+    The gradient is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
+    parameters. Megatron's hooks need a tensor but ignore its values.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

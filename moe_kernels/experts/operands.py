@@ -55,7 +55,7 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return the experts for forward and the gradients of rows. Their weights are in e4m3 if `precision` is set."""
+        """Return the experts for forward and the gradients of rows. The weights are in e4m3 if `precision` is set."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:

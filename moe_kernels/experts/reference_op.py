@@ -1,9 +1,10 @@
 """The reference of `fused_experts` as one registered op, for tracers.
 
-The reference cuts rows into groups, and the sizes of the groups are values of a tensor. Tracers, fake tensors and meta
-tensors have no values. This op serves these cases, because the shapes of its results are known. The op runs the
+The reference cuts rows into groups, and the sizes of the groups are values of a tensor. Traced, fake and meta tensors
+have no values. The op supports such tensors, because the shapes of its results do not depend on values. The op runs the
 reference. Its backward runs the reference again and differentiates it. Without a tracer, the reference runs without the
-op, and autograd differentiates it. Quantised weights always take the op, because autograd would save them dequantised.
+op, and autograd differentiates it. Quantised weights always use the op, because autograd would save the dequantised
+weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class ReferenceOperands(NamedTuple):
     experts: Experts
     permutation: Permutation
     batch_invariant: bool  # compute token by token
-    precision: str | None  # "fp8" and "fp8_saved" round the operands of products
+    precision: str | None  # "fp8" and "fp8_saved" round the operands of products to e4m3
 
 
 class ReferenceGradients(NamedTuple):
@@ -128,7 +129,7 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
 
     # Differentiate by torch.func, because autograd is off inside an op.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    # Make gradients contiguous, like the fakes: the strides that autograd gives depend on the inputs.
+    # Make gradients contiguous, as the fake function promises: the strides that autograd gives depend on the inputs.
     gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 

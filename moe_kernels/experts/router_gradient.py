@@ -1,10 +1,11 @@
-"""Computes the gradient of tokens in one pass: the sum over their rows, and the part through the routing weights.
+"""Computes the gradient of tokens in one pass: the part through the experts plus the part through the routing weights.
 
-If a token's weights w are a softmax over the logits of its chosen experts alone, no other logit has a gradient, and
+dX [R, D] is the gradient of the rows. If a token's weights w are a softmax over the logits of its chosen experts alone,
+no other logit has a gradient, and
 
     dlogits = w * (dw - sum of w * dw)      dtokens = sum over a token's rows of (dX[row] + dlogits * w_router[expert])
 
-Therefore neither a product with a [T, E] gradient nor a kernel that adds this product is needed.
+Therefore the part through the routing weights needs no product of a [T, E] gradient with w_router.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def launch_combine_with_router(
     topk_weights: Tensor,  # [T, K] float32 contiguous
     dweights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] int32 contiguous
-    bounds: Tensor,  # [E + 2] int32, as in TileTable
+    bounds: Tensor,  # [E + 2] int32: expert e has the rows bounds[e]:bounds[e + 1]
     w_router: Tensor,  # [E, D]
 ) -> Tensor:  # [T, D]
-    """Return dtokens, accumulated in float32 and rounded once. Dropped slots add nothing."""
+    """Return the gradient of the tokens, accumulated in float32 and rounded once. Dropped slots add nothing."""
     num_tokens, top_k = slot_to_row.shape
     d_model = rows.shape[1]
     if top_k == 0:
@@ -106,8 +107,8 @@ def _slot_terms_kernel(
     slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)
     weight = tl.load(weights_ptr + slot, mask=mask, other=0.0)
     dweight = tl.load(dweights_ptr + slot, mask=mask, other=0.0)
-    # Subtract the mean before multiplying by the weight. If one expert has nearly all the weight, its dweight and the
-    # mean nearly cancel.
+    # Subtract the mean before multiplying by the weight, to lose less precision. If one expert has nearly all the
+    # weight, its dweight and the mean nearly cancel.
     dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
     tl.store(dlogits_ptr + slot, dlogit, mask=mask)
     row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)
@@ -145,7 +146,7 @@ def _combine_with_router_kernel(
         expert = tl.load(experts_ptr + t * TOP_K + k).to(tl.int64)
         dlogit = tl.load(dlogits_ptr + t * TOP_K + k)
         mask = d < tl.where(row >= 0, D, 0)
-        # Rows are read once, so they should not evict the router's weight from the cache of the SM.
+        # Rows are read once, so rows should not evict the router's weight from the L1 cache.
         row_ptrs = rows_ptr + row * rows_stride + d * rows_strides[1]
         value = tl.load(row_ptrs, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
         router_ptrs = w_router_ptr + expert * w_router_stride + d * w_router_strides[1]

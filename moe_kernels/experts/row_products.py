@@ -1,5 +1,5 @@
-"""The GEMMs on the rows of one chunk of tokens. Decides for each GEMM whether rows are gathered or copied, how the
-weight is stored, and which kernel runs."""
+"""The GEMMs on the rows of one chunk of tokens. `Rows` decides for each GEMM whether rows are gathered or copied, how
+the weight is stored, and which kernel runs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Rows(NamedTuple):
     slot_to_row: Tensor  # [T, K] contiguous
     row_to_token: Tensor  # [R] contiguous
     table: TileTable
-    reserved_sms: int = 0  # SMs that persistent GEMMs leave free
-    assumed_rows: int | None = None  # rows per expert for which kernels are chosen, if batch-invariant
+    reserved_sms: int = 0  # number of SMs that persistent GEMMs leave free
+    assumed_rows: int | None = None  # rows per expert for which kernels are chosen; None: the actual number
 
     @classmethod
     def of(cls, permutation: Permutation, *, reserved_sms: int, batch_invariant: bool = False) -> Rows:
@@ -62,12 +62,12 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens. With batch invariance, their memory layout does not depend on the batch."""
+        """Return the tokens, with batch invariance in a memory layout that does not depend on the batch."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
-    ) -> Matrices:  # [E, out, in], or [E, in, out]
+    ) -> Matrices:  # [E, out, in]; [E, in, out] if transposed
         """Return the weight as the second operand of a GEMM of rows. With few rows, a quantised weight stays
         quantised."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
@@ -80,7 +80,8 @@ class Rows(NamedTuple):
         return dense.transpose(1, 2) if transposed else dense
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
-        """Return whether GEMMs read a copy of this weight with aligned rows, or write their result into such a copy."""
+        """Return whether GEMMs read this weight from a copy with aligned rows, or write this gradient to aligned rows
+        first."""
         num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * matrices.shape[0]
         return is_worth_aligning(matrices, num_rows)
 
@@ -101,8 +102,7 @@ class Rows(NamedTuple):
     ) -> Tensor:  # [R, N]
         """Multiply each row by its expert's matrix and add the bias. With `gather`, `a` has a row per token.
 
-        The product of `extra` is added before rounding. If the matrices are in e4m3, `a` is quantised unless it already
-        is.
+        The product of the `extra` tensors is added before rounding. If only the matrices are in e4m3, `a` is quantised.
         """
         if isinstance(b, ScaledMatrices):
             return self._scaled_gemm(a, b, bias, gather)
@@ -151,8 +151,8 @@ class Rows(NamedTuple):
         gather: bool,
         extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | ScaledRows]:
-        """Return (product [R, 2F or F], the activation [R, F] of product plus bias). The activation is in e4m3 if the
-        matrices are."""
+        """Return the product [R, 2F or F], and the activation [R, F] of product plus bias. The activation is in e4m3 if
+        the matrices are in e4m3."""
         if isinstance(b, ScaledMatrices):
             preactivation = self.gemm(a, b, gather=gather)
             return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
@@ -179,9 +179,10 @@ class Rows(NamedTuple):
         gather: bool,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM.
+        """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM. A_w is the
+        activation times each row's routing weight.
 
-        Return None if no such kernel exists or a GEMM and a second kernel are faster. With `overwrite` dH overwrites H.
+        Return None if no such kernel exists or if separate kernels are faster. With `overwrite`, dH overwrites H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
@@ -222,7 +223,8 @@ class Rows(NamedTuple):
         gather_dout: bool = False,
         add_to: Tensor | None = None,  # [E, K, N]
     ) -> Tensor:
-        """Return a.T @ dout over each expert's rows, [E, K, N]. If `add_to` is given, add to it and return it."""
+        """Return the products [E, K, N] of a.T @ dout over each expert's rows. If `add_to` is given, add the products
+        to `add_to` and return `add_to`."""
         out = add_to
         if out is None:
             out = a.new_empty(self.table.order.shape[0], a.shape[1], dout.shape[1])
@@ -279,8 +281,8 @@ class Rows(NamedTuple):
         return torch.where(self.slot_to_row >= 0, experts, -1)
 
 
-_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # per expert
-_ROWS_NOT_WORTH_FUSING = 128  # per expert
+_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # least number of rows per expert with which an aligned copy saves time
+_ROWS_NOT_WORTH_FUSING = 128  # up to this number of rows per expert, fusing does not save time
 _LONGEST_FUSED = 3072  # largest length K of the reduction that is worth fusing
 
 
@@ -295,9 +297,9 @@ def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:
 def is_worth_fusing(b: Tensor, num_rows: int) -> bool:  # [E, K, F]
     """Return whether a GEMM with the activation's gradient in its epilogue is faster than a GEMM and a second kernel.
 
-    Tiles of the fused GEMM are half as wide, because shared memory also holds their part of H. The additional reads
-    grow with the length of the reduction, but the cost of the second kernel does not. With few rows, kernels of other
-    designs are faster.
+    Tiles of the fused GEMM are half as wide, because shared memory also holds their part of H. Operands are therefore
+    read more often. The cost of these reads grows with the length of the reduction, but the cost of the second kernel
+    does not. With few rows, kernels of other designs are faster.
     """
     return num_rows > _ROWS_NOT_WORTH_FUSING * b.shape[0] and b.shape[1] <= _LONGEST_FUSED
 

@@ -1,4 +1,5 @@
-"""Copies routing weights from slots to rows. Sums each row's partial gradients of its slot's routing weight."""
+"""Copies routing weights from slots to rows. Sums the partial gradients of a slot's routing weight that are stored in
+the slot's row."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def launch_row_weights(topk_weights: Tensor, slot_to_row: Tensor, row_weights: T
 
 
 def launch_slot_sums(row_sums: Tensor, slot_to_row: Tensor) -> Tensor:  # [R, C] contiguous -> [T, K]
-    """Return for each slot the sum over the columns of its row, added in a fixed order, or 0 for a dropped slot."""
+    """Return the sum over the columns of each slot's row, added in a fixed order. A dropped slot gets 0."""
     sums, num_slots, num_columns = row_sums.new_empty(slot_to_row.shape), slot_to_row.numel(), row_sums.shape[1]
     if num_slots:
         block_c = min(next_power_of_2(num_columns), _BLOCK)

@@ -151,7 +151,7 @@ class HiddenGradients(NamedTuple):
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]: A times the rows' routing weights, or A with weight_on_input
     dtopk_weights: Tensor  # [T, K] float32; not the true gradient with weight_on_input
-    drows: Tensor | None  # [R, D] from `copy_dout`
+    drows: Tensor | None  # [R, D]: dout copied to its rows; None if GEMMs gather, or if not needed
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
     scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F] with a precision
@@ -172,11 +172,12 @@ def hidden_gradients(
 ) -> HiddenGradients:
     """Return dH, A_w and the gradient of the routing weights.
 
-    With `overwrite`, dH overwrites H, so H must not be a saved tensor. With a destination, dH and A_w are written
-    there. `scaled` also receives dH, in e4m3: see `can_scale_gradient`.
+    With `overwrite`, dH overwrites H, so H must not be a saved tensor. With a destination, dH and A_w are written to
+    its tensors. If `scaled` is given, dH is also written to `scaled` in e4m3. This second copy requires
+    `can_scale_gradient`.
     """
     b_down, (_, up_b, down_a, down_b) = experts.weights.b_down, experts.adapters
-    of_other_rows = destination is not None  # the rows of dH then follow another permutation
+    of_other_rows = destination is not None  # with a destination, the rows of dH follow another permutation
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
@@ -242,8 +243,8 @@ def _differentiate(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Return whether `dout` is copied to its rows. Otherwise GEMMs gather. True for traced tensors, for which no kernel
-    is selected."""
+    """Return whether `dout` is copied to its rows. Otherwise GEMMs gather. Return True for traced tensors, for which no
+    kernel is selected."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 
@@ -256,7 +257,7 @@ def w_down_gradient(
     experts: Experts,
     rows: Rows,
     dout: Tensor,  # [T, D]
-    drows: Tensor | None,  # [R, D] from `copy_dout`
+    drows: Tensor | None,  # [R, D]: dout copied to its rows; None if the GEMM gathers
     weighted: Tensor,  # A_w [R, F]
     main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]
@@ -289,8 +290,8 @@ def _transposed(main_grad: Tensor | None) -> Tensor | None:
 
 
 def _is_transposed(weight: Weight) -> bool:
-    """Return whether a weight [E, out, in] is a view of [E, in, out]. Its gradient then has the same strides, which
-    spares autograd a transposing copy into the parameter's layout."""
+    """Return whether a weight [E, out, in] is a view of [E, in, out]. The gradient of such a weight gets the weight's
+    strides. Otherwise autograd would copy the gradient into the parameter's layout."""
     assert isinstance(weight, Tensor)  # a quantised weight has no gradient
     return weight.stride(1) == 1 != weight.stride(2)
 
@@ -300,14 +301,14 @@ def up_adapter_gradients(
     rows: Rows,
     tokens: Tensor,  # [T, D]
     dpreactivation: Tensor,  # dH [R, 2F or F]
-    low: Tensor,  # [R, r] from `activate`
-    up_low: Tensor,  # [R, r] from `hidden_gradients`
+    low: Tensor,  # gather(tokens) @ up_a^T [R, r]
+    up_low: Tensor,  # dH @ up_b [R, r]
     topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
     """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
 
-    Memory bandwidth bounds these narrow products. Without `weight_on_input` the GEMMs gather, because tokens fit the L2
-    cache better than rows.
+    Memory bandwidth bounds these narrow products. Without `weight_on_input` the GEMMs gather, because tokens [T, D] fit
+    the L2 cache better than rows [R, D].
     """
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
@@ -321,7 +322,7 @@ def down_adapter_gradients(
     rows: Rows,
     dout: Tensor,  # [T, D]
     weighted: Tensor,  # A_w [R, F]
-    down_low: Tensor,  # [R, r] from `hidden_gradients`
+    down_low: Tensor,  # gather(dout) @ down_b [R, r]
 ) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
     """Return (gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
     down_a = experts.adapters.down_a
@@ -334,7 +335,7 @@ def up_input_gradient(
     experts: Experts,
     rows: Rows,
     dpreactivation: Tensor | ScaledRows,  # dH [R, 2F or F]
-    up_low: Tensor | None,  # [R, r] from `hidden_gradients`
+    up_low: Tensor | None,  # dH @ up_b [R, r]; None without adapters
 ) -> Tensor:  # [R, D]
     """Return dX = dH @ w_up."""
     up_a = experts.adapters.up_a
@@ -369,7 +370,8 @@ def b_down_gradient(
     dout: Tensor,  # [T, D]
     topk_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [E, D]
-    """Return each expert's sum of dout over its rows, times the routing weights unless `weight_on_input`."""
+    """Return the sum of dout over each expert's rows. Without `weight_on_input`, each row is multiplied by its routing
+    weight."""
     assert experts.weights.b_down is not None
     weights = experts.output_weights(topk_weights)
     row_weights = None if weights is None else rows.permute(weights.new_ones(len(dout), 1), weights)

@@ -3,11 +3,12 @@
 The batch can influence a token's result in three ways:
 
 * The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. The package
-  therefore always chooses kernels for `ASSUMED_ROWS` rows. It does not compute a token's result with a library
-  such as cuBLAS, which chooses by the actual number of rows. Within a kernel, all tiles sum in the same order.
-* The address and strides of the tokens also decide between kernels: see `canonical_layout`.
-* On a CPU, PyTorch's summation order depends on the shape of a product. The ends of a tensor are computed with other
-  instructions than its middle. The reference therefore computes each token alone.
+  therefore always chooses kernels for `ASSUMED_ROWS` rows. No library such as cuBLAS computes a token's result, because
+  libraries choose by the actual number of rows. Within a kernel, all tiles sum in the same order.
+* The address and strides of the tokens also decide between kernels. `canonical_layout` therefore makes the layout
+  independent of the batch.
+* On a CPU, PyTorch's summation order depends on the shape of a product. PyTorch also computes the ends of a tensor with
+  other instructions than the middle. The reference therefore computes each token alone.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def invariant_linear(
     gradient of `weight` is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
 
     Args:
-        out_dtype: default: the dtype of `tokens`. 16-bit operands also allow float32.
+        out_dtype: dtype of the result. None, the default, is the dtype of `tokens`. 16-bit operands also allow float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -61,7 +62,7 @@ def invariant_linear(
 
 
 def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply `op` to each token alone and join the results. Axis 0 of every tensor is the token."""
+    """Apply `op` to each token alone and join the results. Axis 0 of every tensor is the token axis."""
     if not len(tensors[0]):
         return tuple(op(*tensors))
     results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]
@@ -69,12 +70,13 @@ def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> t
 
 
 def _alone(tensor: Tensor, i: int) -> Tensor:
-    """Copy one token to a separate tensor, because its address within a batch may be aligned differently."""
+    """Copy one token to a separate tensor, so that the alignment of its address does not depend on the batch."""
     return tensor[i : i + 1].clone(memory_format=torch.contiguous_format)
 
 
 def canonical_layout(rows: Tensor) -> Tensor:
-    """Return the same values in a layout independent of the batch: contiguous, at a multiple of 16 bytes."""
+    """Return the same values in a layout independent of the batch: contiguous, at an address that is a multiple of
+    16."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
         return rows.view(-1).view(rows.shape)  # the views reset the arbitrary stride of a single row
     return rows.clone(memory_format=torch.contiguous_format)

@@ -6,7 +6,7 @@
     artifact = kernel.compile(args)
     kernel.run(args, artifact)
 
-The ops of this package choose among the same objects (`selection.select`). Listing and querying need no GPU.
+The ops of this package choose among the same objects (`selection.select`). Listing and querying kernels need no GPU.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ class Design:
     gather: bool = False  # rows of an operand are read through an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, for reuse in L2 cache
+    group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, to reuse data in L2
 
     def blocks(self, axes: str) -> dict[str, int]:
-        """Return the first sizes of the tile by option. The axes "MNK" give BLOCK_M, BLOCK_N and BLOCK_K."""
+        """Return the tile's sizes as options, in the order of `axes`: "MNK" gives BLOCK_M, BLOCK_N and BLOCK_K."""
         return {f"BLOCK_{axis}": size for axis, size in zip(axes, self.tile_shape, strict=False)}
 
     def tile_options(self, axes: str = "MNK", *, grouped: bool = True) -> dict[str, int]:
-        """Return the compile-time options of a kernel. With `grouped`, it computes `group_tiles` row tiles for one
-        column tile."""
+        """Return the compile-time options of a kernel. With `grouped`, the options include GROUP_TILES, the number of
+        row tiles computed for one column tile."""
         options = {"GROUP_TILES": self.group_tiles} if grouped else {}
         return {**options, **self.blocks(axes), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
@@ -187,7 +187,7 @@ class Kernel(abc.ABC):
     def with_epilogue(self, activation: str) -> Kernel:
         """Return this kernel with another of its `epilogues`. This kernel must have an epilogue.
 
-        The catalog lists only one activation, because the fastest kernel does not depend on the activation.
+        The catalog lists one activation per kernel, because the fastest kernel does not depend on the activation.
         """
         assert self.metadata.epilogue is not None
         name = self.metadata.kernel_name.replace(self.metadata.epilogue, activation)
@@ -206,14 +206,15 @@ class Kernel(abc.ABC):
         Args:
             compiled_artifact: result of `compile` for arguments with the same static properties. The launch then skips
                 the inspection of its arguments.
-            stream: None, the default, is the current stream.
-            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes, as PyTorch
-                allocates them on a GPU. Keep it until the kernel has run. None, the default, allocates it.
+            stream: the stream to launch on. None, the default, uses the current stream.
+            workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes. Tensors that
+                PyTorch allocates on a GPU have this alignment. Keep the workspace until the kernel has run. None, the
+                default, allocates a workspace.
             assume_supported_args: skip all checks: `supports`, and whether the artifact and workspace fit.
 
         Raises:
             ValueError: the arguments are not supported (the message holds the status' error), or the artifact or
-                workspace does not fit them.
+                workspace does not fit the arguments.
         """
         if not assume_supported_args:
             self._require(args)
@@ -223,8 +224,8 @@ class Kernel(abc.ABC):
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
         """Compile without a launch, for all arguments with the same static properties.
 
-        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. A list of
-        problems without a table gets one for this call.
+        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. If a list of
+        problems has no table, this call makes a table.
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
@@ -232,7 +233,7 @@ class Kernel(abc.ABC):
         """
         if not assume_supported_args:
             self._require(args)
-        with observing_launches(lambda launch, run: None):  # omit the launches of tables
+        with observing_launches(lambda launch, run: None):  # do not launch the kernels that write tables
             launch = self.launch(args)
         if launch is None:
             raise ValueError(f"{self.metadata.kernel_name}: nothing to compile for empty operands")
@@ -243,16 +244,16 @@ class Kernel(abc.ABC):
         return self.scratch_bytes(args) + self.metadata_bytes(args)
 
     def scratch_bytes(self, args: Arguments) -> int:
-        """Return the bytes of the TMA descriptors that the kernel makes on the device, as a multiple of 128."""
+        """Return the number of bytes, a multiple of 128, for TMA descriptors that the kernel makes on the device."""
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Return the bytes of the metadata to make before the launch, such as a tile table that `args` lacks."""
+        """Return the number of bytes of metadata made before the launch, such as a tile table that `args` lacks."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None) -> Arguments:
-        """Return the arguments with the device metadata that is made before the launch, such as a tile table, in
-        `memory` [metadata_bytes] uint8. None allocates."""
+        """Return the arguments with the device metadata that is made before the launch, such as a tile table. The
+        metadata is stored in `memory` [metadata_bytes] uint8, or in new memory if `memory` is None."""
         return args
 
     @abc.abstractmethod
@@ -261,7 +262,8 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return an estimated cost that compares kernels for the same arguments. Its unit differs between classes.
+        """Return an estimated cost that compares kernels for the same arguments. The cost's unit differs between kernel
+        classes.
 
         The cost is the work of the padded tiles, or of reading the operands if reading takes longer. `rule.best_first`
         divides this cost by the speed of the design.
@@ -273,7 +275,7 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _launch(self, args: Any) -> Launch:
-        """Return the launch for arguments of which an output is not empty."""
+        """Return the launch for arguments with at least one output that is not empty."""
 
     def _run(
         self, args: Arguments, artifact: CompiledArtifact | None, workspace: Tensor | None, assume_fits: bool

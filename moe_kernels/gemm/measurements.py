@@ -1,6 +1,7 @@
-"""Tables of measured kernels, one file for each GPU model. `tune` writes them.
+"""Tables of the fastest measured kernels, one file for each GPU model. `python -m moe_kernels tune` writes a table.
 
-MOE_KERNELS_TUNING names the folder of the tables; "off" disables them. Default: moe_kernels in the user's cache.
+The environment variable MOE_KERNELS_TUNING names the folder of the tables. "off" disables all tables. Default: the
+folder `moe_kernels` in the user's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Table(NamedTuple):
     milliseconds: dict[str, float] | None = None  # times of `kernels`, under the same keys; None: not recorded
 
     def merged(self, other: Table) -> Table:
-        """Return the entries of both tables; `other` wins for keys in both."""
+        """Return the entries of both tables. For a key in both tables, return the entry of `other`."""
         # The time of a replaced kernel is dropped, because it does not hold for the new kernel.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
@@ -41,7 +42,7 @@ def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
     return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
 
 
-# The variables are read once: later changes of the environment do not affect a process's selection.
+# The variables are read once, so later changes of the environment do not affect the selection in this process.
 USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
 
 
@@ -73,7 +74,7 @@ def read(path: Path) -> Table:
 
 
 def write(path: Path, table: Table, **fields: str) -> None:
-    """Replace a table in one step, so that other processes read either the old or the new table.
+    """Write a table file. The file is replaced in one step, so that other processes read the old or the new table.
 
     Args:
         fields: further fields of the file, such as versions.

@@ -55,7 +55,7 @@ def _bias_and_scale_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of row_scale * (rows + bias) of a tile. Grid: (capacity, cdiv(N, BLOCK_N))."""
+    """One program writes BLOCK_N columns of a tile of row_scale * (rows + bias). Grid: (capacity, cdiv(N, BLOCK_N))."""
     tile = tl.program_id(0)
     if tile >= tl.load(num_tiles_ptr):
         return
@@ -83,7 +83,8 @@ def launch_row_scale_backward(
     dtype: torch.dtype,
     offsets: Tensor,  # [G]
 ) -> tuple[Tensor, Tensor | None]:  # drows [R, N] in `dtype`, drow_scale [R] float32
-    """Return the gradients of `row_scale[:, None] * rows`, with zeros past the last offset."""
+    """Return the gradients of `rows` and of `row_scale` in `row_scale[:, None] * rows`. Past the last offset, return
+    zeros."""
     num_rows, num_columns = dout.shape
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)

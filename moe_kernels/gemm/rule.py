@@ -8,9 +8,10 @@ from .kernel import Design, Kernel, PointerDesign, StreamingDesign, WarpSpeciali
 
 
 def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> list[Kernel]:
-    """Sort kernels that support the arguments: the kernel named `measured` first, the others by the rule of thumb.
+    """Return `kernels` sorted, best first: the kernel named `measured`, then the others by the rule of thumb.
 
-    The rule of thumb is each kernel's estimate of its work divided by the speed of its design.
+    The rule of thumb sorts by a kernel's estimated cost divided by the speed of the kernel's design. All kernels must
+    support the arguments.
     """
 
     half_speed, drifts = _half_speed(args), _drifts(args)
@@ -35,8 +36,9 @@ def _half_speed(args: Arguments) -> int:
     """Return how many multiplications per element read give half the full speed, from measurements on an H100.
 
     A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece is read as
-    two lines, and reading bounds the GEMM. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128.
-    With many rows, wide tiles are 1.1 to 1.35 times as fast if the kernel computes no last column tile at half width.
+    two lines, and reading bounds the GEMM. In this case, tiles of 128x256 are 1.19 to 1.35 times as fast as tiles of
+    128x128. With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128, unless the kernel
+    computes the last column tile at half width.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED
@@ -53,12 +55,12 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 def _drifts(args: Arguments) -> bool:
     """Return whether warp-specialised programs that share data drift so far apart that the L2 cache drops the data.
 
-    This happens in gradients of many rows if no rows are gathered and the last column tile is partly filled. There, on
-    an H100, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels.
+    Programs drift apart in gradients of many rows if no rows are gathered and the last column tile is partly filled. In
+    these gradients, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels on an H100.
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # as in the input gradient
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # B by rows, as in the input gradient
         gathers = args.row_to_token is not None
     else:
         return False

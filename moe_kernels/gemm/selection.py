@@ -1,6 +1,6 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists the kernels that an op selects on this GPU or on another one. Tools use it to show an op's GEMMs.
+`planning` lists the kernels that an op selects on this GPU or on another GPU. Tools show an op's GEMMs by `planning`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
 
 class Copies(NamedTuple):
-    """Whether each gather of the expert op is a separate copy rather than part of the GEMM that reads the rows."""
+    """For each gather of the expert op, whether a separate copy gathers the rows. If not, the GEMM gathers the rows."""
 
     tokens_forward: bool  # tokens, read by the GEMM with w_up
     dout: bool  # one copy serves both GEMMs that read dout: the gradients of down's input and of w_down
@@ -83,8 +83,8 @@ def planning(
     Inside the context, ops bypass autograd and do not replay recorded launches.
 
     Args:
-        target: a GPU to select for. Nothing is launched then, so operands may be meta tensors. None, the default,
-            selects for the operands' GPU and launches.
+        target: a GPU to select for. With a target, nothing is launched, so operands may be meta tensors. None, the
+            default, selects for the operands' GPU and launches.
         copies: fixed result of `choose_copies`. None, the default, lets that function choose.
         fuses: whether a GEMM may have an activation in its epilogue.
     """
@@ -98,7 +98,7 @@ def planning(
 
 
 def target_cc(device: torch.device) -> int:
-    """Return the compute capability that kernels are selected for; 0 without a GPU."""
+    """Return the compute capability that kernels are selected for, such as 90 for 9.0. Without a GPU, return 0."""
     if _planner.plan is not None and _planner.plan.target is not None:
         return _planner.plan.target.cc
     return device_cc(device) if device.type == "cuda" else 0
@@ -135,7 +135,7 @@ def find(args: Arguments) -> Kernel | None:
 
 
 def find_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel that `find` would find on the target GPU, which this machine need not have."""
+    """Return the kernel that `find` would return on the target GPU. This machine need not have the GPU."""
     like = listed(args)
     kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
     kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
@@ -145,7 +145,7 @@ def find_for(args: Arguments, target: Target) -> Kernel | None:
 
 
 def run(args: Arguments) -> None:
-    """Launch the kernel that `select` chooses. The caller, an op, has made the arguments' device the current one."""
+    """Launch the kernel that `select` chooses. The caller must make the arguments' device the current device first."""
     if _run(args) is None and _planner.plan is None:
         select(args)  # raises the error, because no kernel was found
 
@@ -156,10 +156,10 @@ def run_if_supported(args: Arguments) -> bool:
 
 
 def run_product(args: GroupedGemmArguments) -> None:
-    """Run a product without an epilogue. Apply bias and row scale in a second launch if that is faster.
+    """Run a product without an epilogue. Apply bias and row scale in a second launch if two launches are faster.
 
-    The fastest kernels support no row scale and not every bias. A second, memory-bound launch then applies bias and row
-    scale to the rounded product and rounds again.
+    The fastest kernels support no row scale and not every bias. With an unsupported bias or row scale, a second,
+    memory-bound launch applies bias and row scale to the rounded product and rounds again.
     """
     if args.bias is None and args.row_scale is None:
         return run(args)
@@ -167,7 +167,8 @@ def run_product(args: GroupedGemmArguments) -> None:
         return run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = find(plain)
-    # Keep float16 in one launch: the bare product may overflow, even if row scale or bias would make it small.
+    # Float16 takes one launch. With two launches, the first launch's result may overflow, even if row scale or bias
+    # would make the final result small.
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return run(args)
     table = kernel.tile_table(plain)
@@ -190,7 +191,7 @@ def _run(args: Arguments) -> Kernel | None:
 def _launch_selected(args: Arguments) -> Kernel | None:
     """Launch the kernel that `find` finds and return it. Support was checked when the kernel was chosen."""
     kernel = find(args)
-    if kernel is not None and (launch := kernel.launch(args)) is not None:  # else nothing to write
+    if kernel is not None and (launch := kernel.launch(args)) is not None:  # None: nothing to write
         run_launch(launch, args.A)
     return kernel
 
@@ -203,7 +204,7 @@ _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VER
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
-    """Make `select` return this kernel for arguments like these, in this process."""
+    """Make `select` return this kernel for all arguments with the same `selection_key`, in this process."""
     _selected[_key(args)] = kernel
     clear_records()
 
@@ -212,8 +213,8 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     """Return the kernel for an epilogue that the catalog does not list, or None to search the whole catalog.
 
     The catalog lists one gated and one plain activation. Any other activation gets the kernel that would run with the
-    listed activation of the same kind. If the table has a measurement with the other activation, that measurement
-    decides, so the result is None.
+    listed activation of the same kind. If the table has a measurement with that other activation, the result
+    is None, so that the measurement decides.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -225,7 +226,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Return the arguments with their epilogue replaced by the listed activation of its kind: see `listed_epilogue`."""
+    """Return the arguments with the listed activation of the same kind: "relu" if plain, "swiglu" if gated."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -249,12 +250,12 @@ def get_kernels(
 ) -> list[Kernel]:
     """Return the kernels that support `args`, run on compute capability `cc` (90 for 9.0) and satisfy the filter.
 
-    Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the one in
-    the measured table, then the others by a rule of thumb. The result includes kernels with the epilogue of `args` even
-    if the catalog does not list that epilogue.
+    Each argument may be None, the default, for no restriction. With `args`, kernels are sorted, best first: the kernel
+    in the table of measurements, then the others by a rule of thumb. The result includes kernels with the epilogue of
+    `args` even if the catalog does not list that epilogue.
 
-    With `cc`, the device of `args` and that device's table are ignored. The tensors may then be on any device. Without
-    `cc`, only kernels that run on the device of `args` are returned.
+    With `cc`, the device of `args` and the measurements of this device are ignored, so the tensors may be on any
+    device. Without `cc`, only kernels that run on the device of `args` are returned.
     """
     epilogue = None if args is None else args.epilogue
     kernels = [_taking(epilogue, listed) for listed in ALL_KERNELS]
@@ -275,13 +276,14 @@ def measured_best(args: Arguments) -> str | None:
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
-    """Choose which gathers are copies, by the table or, if the table has no entry, by a rule.
+    """Choose which gathers are separate copies, by the table or, if the table has no entry, by a rule.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
-    Backward copies tokens only if the result of w_up's GEMM also has at least 2560 columns. This copy raises peak
-    memory, because it exists together with the largest gradient. With a plain activation, that result has half the
-    columns, so this copy needs twice the d_ff. Forward fuses a plain activation only into a GEMM of copied rows.
+    The copy of tokens in backward raises peak memory, because the copy exists together with the largest gradient. The
+    rule makes this copy only if the result of w_up's GEMM also has at least 2560 columns. With a plain activation,
+    the result has half the columns, so the copy of tokens in backward needs twice the d_ff. Forward fuses a plain
+    activation only into a GEMM of copied rows.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.
@@ -332,14 +334,14 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return `copies` for arguments like these, in this process."""
+    """Make `choose_copies` return `copies` for arguments with the same `_copies_key`, in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # The key holds everything that `copies_for` reads. The strides of tokens are not in the key, because `copies_for`
-    # reads only their dtype and device.
+    # The key holds everything that `copies_for` reads. Strides of `tokens` are not in the key, because `copies_for`
+    # reads only the dtype and device of `tokens`.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows
@@ -347,7 +349,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table of this GPU, or an empty table if there is none."""
+    """Return the user's table of this GPU model. Without a GPU, Triton or table file, return an empty table."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

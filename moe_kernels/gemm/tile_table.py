@@ -1,7 +1,7 @@
 """The tile table of a grouped GEMM, made on the device from group offsets.
 
-`types.TileTable` documents its fields. Offsets that decrease or leave [0, num_rows] are clamped here, so that no kernel
-that reads a table accesses memory out of bounds.
+`types.TileTable` documents the table's fields. Offsets that decrease or leave [0, num_rows] are clamped here, so that
+kernels that read a table access no memory out of bounds.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ MAX_GROUPS = 8192
 
 @functools.cache
 def table_blocks(num_groups: int) -> dict[str, int]:
-    """Return the block sizes. A program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so
-    that a program needs few registers and an SM runs many programs. PROGRAM_ENTRIES is large enough to outweigh a
-    program's scan of the groups, but small enough that no program takes long."""
+    """Return the numbers of entries that a program writes at once (ENTRY_BLOCK) and in total (PROGRAM_ENTRIES). A
+    program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so that a program needs few
+    registers and an SM runs many programs. PROGRAM_ENTRIES is large enough to outweigh a program's scan of all groups,
+    but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the maximum number of tiles. Each group with rows, and the tail, may end in a partly filled tile."""
+    """Return the largest possible number of tiles. The last tile of each group and of the tail may be partly filled."""
     most: Any = torch.sym_min(num_groups + 1, num_rows)
     return (num_rows - most) // block_rows + most
 
@@ -82,8 +83,8 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """Return an `empty_tile_table` in one block of memory. One block is faster to allocate, but an op must not return
-    this table, because its tensors share memory."""
+    """Return an `empty_tile_table` in one block of memory, which is faster to allocate than several tensors. An op must
+    not return this table, because the tensors share memory."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)
@@ -98,14 +99,14 @@ def make_tile_table(
     num_rows: int,
     block_rows: int,
 ) -> TileTable:
-    """Cut `num_rows` rows into tiles of at most `block_rows` rows of one group. One launch, no host synchronisation."""
+    """Return the table of tiles of at most `block_rows` rows of one group. One launch, no host synchronisation."""
     table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     write_table(table, offsets, num_rows)
     return table
 
 
 def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
-    """Write the table of the groups with these offsets."""
+    """Write the tile table of the groups with these offsets, in one launch."""
     num_groups, block_rows, capacity = offsets.shape[0], table.block_rows, table.tiles.shape[0]
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"tile table: at most {MAX_GROUPS} groups, got {num_groups}")
@@ -131,7 +132,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
 def write_tile_table(
     block,  # index of the program. Each program writes PROGRAM_ENTRIES entries of `tiles`, and inserts PROGRAM_ENTRIES
     # groups in `order`. Program 0 also writes `bounds` and `num_tiles`.
-    starts,  # [G_P2] int32, non-decreasing; num_rows or less
+    starts,  # [G_P2] int32, non-decreasing, at most num_rows
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
@@ -163,7 +164,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # The entry's number also serves as a group's number, because the programs cover at least G entries.
+        # Each entry's number is also a group to insert in `order`. The programs cover G entries and insert all groups.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

@@ -1,4 +1,4 @@
-"""Check a kernel's result against the reference in float64, for a few groups: all groups would take too long."""
+"""Check a few groups of a kernel's result against the reference in float64. Checking all groups would take too long."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float =
 
     Args:
         name: name of the kernel, for the message.
-        first: offset added to the first, middle and last group's number, to choose other groups. Default: 0.
-        budgets: multiple of the budget that the error may reach. Default: 1.
+        first: number added to the indices of the first, middle and last group, to check other groups. Default: 0.
+        budgets: multiple of the error budget that the error may reach. Default: 1.
 
     Raises:
         AssertionError: the result is wrong; the message says by how much.
@@ -62,8 +62,8 @@ def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callab
     """Return a function that calls `launch` and checks one result per `every` launches. Each check shifts the sampled
     groups by one.
 
-    A single sample may exceed the budget by chance, so the check allows four times the budget. It skips launches that a
-    CUDA graph captures, because results cannot be read during capture.
+    A single sample may exceed the error budget by chance, so the check allows four times the budget. Launches that a
+    CUDA graph captures are not checked, because results cannot be read during capture.
 
     Args:
         launch: returns the kernel that it launched, or None.
@@ -109,8 +109,8 @@ def _sampled(num_groups: int, first: int) -> list[int]:
 
 
 def _as_precise_as_sums_of(dtype: torch.dtype, comparison: Comparison) -> Comparison:
-    """Round float32 results of 16-bit and float8 operands to bfloat16, because tensor cores sum such products in
-    fewer bits than plain PyTorch."""
+    """Round float32 results of 16-bit and float8 operands to bfloat16, because tensor cores sum products of these
+    operands in fewer bits than plain PyTorch."""
     actual, baseline, exact = comparison
     if dtype.itemsize >= 4 or actual.dtype != torch.float32:
         return comparison

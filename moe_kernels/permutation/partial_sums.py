@@ -63,7 +63,8 @@ def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> 
     )
 
 
-# Only `rank` is unspecialised: if Triton knows that 16 divides `size` and `columns`, loads read 16 bytes at a time.
+# Triton specialises all integers except `rank`. If Triton knows that 16 divides `size` and `columns`, loads read 16
+# bytes at a time.
 @triton.jit(do_not_specialize=["rank"])
 def _sum_shares_kernel(
     own_ptr,  # [rows, columns] contiguous
@@ -76,7 +77,7 @@ def _sum_shares_kernel(
     NUM_SHARES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes out[r, c:c + BLOCK], the sum over the ranks. Grid: (rows * cdiv(columns, BLOCK),)."""
+    """One program writes out[r, c:c + BLOCK], the sum of the ranks' results. Grid: (rows * cdiv(columns, BLOCK),)."""
     num_blocks = (columns - 1) // BLOCK + 1
     r = (tl.program_id(0) // num_blocks).to(tl.int64)
     c = (tl.program_id(0) % num_blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""Conversion between token order and expert order: `permute` copies tokens to rows, `combine` sums rows to tokens."""
+"""Conversion between token order and expert order: `permute` copies tokens to rows, `combine` sums a token's rows."""
 
 from __future__ import annotations
 
@@ -115,15 +115,15 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-_TILE_BYTES = 2**17  # tile in the registers of one program of 32 warps, which occupies a whole SM
+_TILE_BYTES = 2**17  # bytes of a tile in the registers of a program of 32 warps, which occupies a whole SM
 _FEWEST_TILES = 128  # fewer tiles leave SMs idle
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
     """Return (tokens per program, columns per program, warps).
 
-    Memory writes are fastest when no reads run at the same time. With many tokens each SM therefore reads a whole tile,
-    and then writes its rows.
+    Memory writes are fastest when no reads run at the same time. With many tokens, a program therefore reads a whole
+    tile before writing the tile's rows.
     """
     num_tokens, d_model = tokens.shape
     block_d = min(next_power_of_2(d_model), 4096)
@@ -173,7 +173,7 @@ def _permute_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program copies a tile of tokens to rows, times weights if given.
+    """One program copies a tile of tokens to their rows, multiplied by the slots' weights if given.
 
     Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D)).
     """
@@ -302,7 +302,7 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     ALIGNED: tl.constexpr,  # common divisor of D and the row stride
     BLOCK_D: tl.constexpr,
-    SKIP: tl.constexpr,  # branch around dropped slots, because most may be dropped
+    SKIP: tl.constexpr,  # whether to branch around dropped slots, for when most are dropped
 ):
     """One program writes out[t, d:d + BLOCK_D], the weighted sum of the token's rows. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
@@ -333,7 +333,7 @@ def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
 
 @registered_op("combine_drows")
 def _combine_drows_op(dout: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, num_rows: int) -> Tensor:
-    drows = dout.new_zeros(num_rows, dout.shape[1])  # rows of dropped slots keep the zeros
+    drows = dout.new_zeros(num_rows, dout.shape[1])  # padding rows keep the zeros
     launch_permute(dout, topk_weights, slot_to_row, drows)
     return drows
 

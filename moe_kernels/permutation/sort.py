@@ -1,8 +1,9 @@
 """A stable sort of the slots by expert, deterministic because it uses no atomics.
 
-Many slots are sorted by counting, in three launches for any T, K and E. The first counts the experts of each block of
-slots. The second scans each expert's counts over the blocks. The third sorts the slots within their block and places
-them. Few slots take one launch: each slot finds its row by comparing itself with all others.
+Many slots are sorted by counting, in three launches for any T, K and E. The first launch counts each expert's slots in
+each block of slots. The second launch sums each expert's counts over the blocks before each block. The third launch
+sorts each block of slots and writes the slots' rows. Up to 1024 slots take one launch, which compares all pairs of
+slots.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort
 from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
-BLOCK_ROWS = 128  # default height of the tile table's blocks
+BLOCK_ROWS = 128  # default height of the tile table's tiles
 
 _FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
-_RANKED = 32  # slots per program that finds rows by comparison
+_RANKED = 32  # slots whose rows one program finds by comparing slots
 _COMPARED = slots_compared_at_once
 _ALIGNED_INTEGERS = 4  # int32 numbers in 16 bytes, the alignment for which Triton specialises kernels
 
@@ -56,8 +57,8 @@ def sort_by_expert(
     Args:
         block_rows: the tile height of the permutation's tile table.
         max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have
-            min(max_rows, T * K) rows. Slots beyond the bound, the last in row order, are dropped, too. None, the
-            default, sets no bound.
+            min(max_rows, T * K) rows. Slots whose rows are beyond the bound are dropped, too. None, the default,
+            sets no bound.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -92,7 +93,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# One op contains the slices, because Inductor would compile a slice in its graph a second time for few tokens.
+# This op hides the slice of rows from Inductor, which would compile a visible slice again for few tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -121,8 +122,8 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation stored in one tensor, for calls without `max_rows`. Its tensors are views of `buffer` that start at
-    multiples of 16 bytes."""
+    """A permutation stored in one tensor, for calls without `max_rows`. The permutation's tensors are views of `buffer`
+    that start at multiples of 16 bytes."""
 
     buffer: Tensor  # [N, 4] int32; begins with the offsets [E]
     slots_per_token: int
@@ -137,7 +138,7 @@ class SortedSlots(NamedTuple):
         return cls(buffer, top_k, num_experts, block_rows)
 
     def sort(self, topk_experts: Tensor) -> Permutation:
-        """Write the permutation of these slots to `buffer`, and return the views."""
+        """Write the permutation of these slots to `buffer`, and return the permutation as views of `buffer`."""
         permutation = self.permutation(len(topk_experts))
         results = *permutation[:3], *permutation.tile_table[:4]
         _launch_sort(topk_experts, self.num_sorted_experts, self.rows_of_block, results)
@@ -175,11 +176,12 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
         grid = (table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
         return
-    # One warp sorts and scans without shared memory or barriers. Each program writes E counts, so with many experts
-    # fewer and larger programs are faster.
+    # One warp sorts and scans 256 slots without shared memory or barriers. Each program writes E counts, so with many
+    # experts, fewer programs of 512 slots are faster.
     block_slots, num_place_warps = (256, 1) if num_experts <= 128 else (512, 4)
     num_blocks = cdiv(num_slots, block_slots)
-    # `counts` first holds each block's slots per expert. The scan replaces them by the numbers in earlier blocks.
+    # `counts` first holds each expert's number of slots in each block. The scan replaces each number by the sum over
+    # earlier blocks.
     counts = topk_experts.new_empty(num_blocks, num_experts)
     totals = topk_experts.new_empty(num_experts)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
@@ -253,7 +255,7 @@ def _rank_kernel(
     else:
         slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots sort as expert E. In `value`, lanes past the last slot are E + 1 and precede no slot.
+        # Dropped slots count as expert E. Lanes of `value` past the last slot are E + 1, so that they precede no slot.
         kept = (expert >= 0) & (expert < E)
         expert = tl.where(kept, expert, E)
         row = tl.zeros((RANKED,), tl.int32)
@@ -278,7 +280,7 @@ def _count_kernel(
     E_P2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program writes counts[block, :], the number of slots of each expert. Grid: (num_blocks,)."""
+    """One program writes counts[block, :], the number of each expert's slots in the block. Grid: (num_blocks,)."""
     block = tl.program_id(0).to(tl.int64)
     slot = block * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
@@ -297,7 +299,7 @@ def _scan_kernel(
     BLOCK_B: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program scans BLOCK_E experts over all blocks. Grid: (cdiv(E, BLOCK_E),)."""
+    """One program replaces the counts of BLOCK_E experts by sums over earlier blocks. Grid: (cdiv(E, BLOCK_E),)."""
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     carry = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
@@ -371,7 +373,7 @@ def _place_kernel(
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots sort as expert E. No two keys are equal, so any sort of the keys is a stable sort of the slots.
+        # Dropped slots count as expert E. The keys are distinct, so any sort of the keys is a stable sort of the slots.
         keys = sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
         expert = keys // BLOCK
         slot = block.to(tl.int64) * BLOCK + keys % BLOCK

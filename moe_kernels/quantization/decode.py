@@ -6,13 +6,13 @@ Every format is `code * scale`, multiplied in float32 and rounded once to the wa
     mxfp4   code e2m1, two in a byte, the low bits first; the scale is a power of two (e8m0, a bias of 127).
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
     nf4     code from a table of 16, two in a byte, the high bits first. A nested scale is a code from a table of 256
-            times the scale of its own block, plus an offset (https://arxiv.org/abs/2305.14314).
+            times a second-level scale per block of scales, plus an offset (https://arxiv.org/abs/2305.14314).
     int8    code * largest * (1 / 127), in this order, where `largest` is the row's largest absolute value.
 
-The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8 the
-code is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
-gives the same bits. In bfloat16, the backward of transformers gives other bits, because that backward rounds scales
-first.
+The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8, the
+code 255 is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
+gives the same bits as this module. The backward of transformers' fp8 GEMMs dequantises to other bits in bfloat16,
+because that backward rounds scales first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def decode_scales(scales: Tensor, *, halved: bool = False) -> Tensor:  # float32
     """Return scales of any dtype as float32. Scales of dtype uint8 are e8m0 exponents.
 
     Args:
-        halved: return half of each e8m0 number. In dtype uint8 the byte 255 then gives 2 ** 127, else infinity.
+        halved: return half of each e8m0 number. Default: False. The uint8 byte 255 gives 2 ** 127 if halved, else
+            infinity.
     """
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
         return scales.float()
@@ -61,8 +62,8 @@ def decode_mxfp4(
     blocks: Tensor,  # [..., in / 32, 16] uint8
     scales: Tensor,  # [..., in / 32] uint8 or float8_e8m0fnu
 ) -> Tensor:  # [..., in] float32
-    """Return each number times its group's power of two. Compute (2 * number) * (power / 2), because power / 2 always
-    fits float32."""
+    """Return each number times its group's power of two. Compute (2 * number) * (power / 2), because the largest
+    power, 2 ** 128, does not fit float32."""
     codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
     table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
     numbers = functional.embedding(blocks.int(), table).flatten(-2)  # embedding needs no int64 indices

@@ -11,9 +11,9 @@ from ..runtime.checks import check_dtype
 from ..runtime.dispatch import once_per_form
 from ..types import QuantizedWeight, WeightFormat
 
-FP8 = WeightFormat("fp8", (128, 128))  # e4m3; DeepSeek-V3, Qwen3
-MXFP4 = WeightFormat("mxfp4", (1, 32))  # e2m1 values, e8m0 scales; gpt-oss
-NF4 = WeightFormat("nf4", (1, 64))  # bitsandbytes
+FP8 = WeightFormat("fp8", (128, 128))  # e4m3 values; used by DeepSeek-V3 and Qwen3
+MXFP4 = WeightFormat("mxfp4", (1, 32))  # e2m1 values, e8m0 scales; used by gpt-oss
+NF4 = WeightFormat("nf4", (1, 64))  # bitsandbytes' 4-bit format
 NF4_NESTED = WeightFormat("nf4", (1, 64), nested_block=256)  # bitsandbytes' double quantisation
 INT8 = WeightFormat("int8", (1, 0))  # bitsandbytes' LLM.int8(): a scale per row
 
@@ -41,7 +41,7 @@ def as_format(op: str, format: str | WeightFormat) -> WeightFormat:
     """Return the format that a name denotes. A `WeightFormat` is checked and returned unchanged.
 
     Raises:
-        NotImplementedError: a format of another project that is not supported.
+        NotImplementedError: the format belongs to another project and is not supported.
         ValueError: the name is unknown, or the block size is not allowed for the format.
     """
     if isinstance(format, str) and format in FORMATS:

@@ -1,5 +1,5 @@
-"""Device functions that quantise float32 values to e4m3 with a scale per block. The bits are those of
-`reference_fp8`."""
+"""Device functions that quantise float32 values to e4m3 with a scale per block. Results equal those of `reference_fp8`
+bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _SMALLEST = tl.constexpr(SMALLEST)  # pyright: ignore[reportCallIssue]
 def block_scales(sizes):
     """Return (scales, inverse scales) of blocks. `sizes` holds the largest absolute value of each block."""
     at_least = tl.maximum(sizes, _SMALLEST, propagate_nan=tl.PropagateNan.ALL)
-    # PyTorch computes number / tensor as (1 / tensor) * number. The same two operations give the same bits.
+    # PyTorch computes number / tensor as (1 / tensor) * number. The kernel also divides first and then multiplies, so
+    # that results equal those of PyTorch bit for bit.
     inverse = tl.where(sizes == 0.0, 1.0, tl.div_rn(1.0, at_least) * _LARGEST)
     return tl.div_rn(1.0, inverse), inverse
 
@@ -24,7 +25,7 @@ def block_scales(sizes):
 def largest_size(values, AXIS: tl.constexpr):
     """Return the largest absolute value along an axis, or NaN if any value is NaN. With axis None, reduce all axes.
 
-    Without their sign, float32 bits compared as integers have the order of the absolute values. NaN follows infinity.
+    Float32 bits without the sign bit, compared as integers, have the order of absolute values. NaN follows infinity.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
@@ -34,16 +35,16 @@ def largest_size(values, AXIS: tl.constexpr):
 def encode_e4m3(values):
     """Return the bytes of the nearest e4m3 numbers. Values must be within [-448, 448], or NaN."""
     if not INTERPRET:
-        # Convert as Triton does, but pack four numbers into one register: ptxas 12.8 drops half of a 16-bit register
-        # that is used more than once.
+        # Use the instruction of Triton's conversion, but pack four numbers into one 32-bit register. ptxas 12.8 drops
+        # half of a 16-bit register that is used more than once.
         code: tl.constexpr = """{ .reg .b16 first, second; cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 second, $4, $3; mov.b32 $0, {first, second}; }"""
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4)
-    # Round the bits here, ties to even, because the interpreter truncates.
+    # Round the bits here, ties to even, because the interpreter's conversion truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # keep 3 mantissa bits; biases: 127 - 7 = 120
-    # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 rounds to such a multiple.
+    # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 in float32 rounds to a multiple of 2 ** -9.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)
     code = tl.where(size > 0x7F800000, 0x7F, code)

@@ -1,11 +1,11 @@
-"""Quantise weights to e4m3 with a scale per 128 x 128 block, in both orientations, and quantise changed blocks again.
+"""Quantise weights and their transposes to e4m3 with a scale per 128 x 128 block, and quantise changed blocks again.
 
-A block's scale and numbers are the same in both orientations, because blocks are square. The bits are those of
-`reference_fp8` on every device.
+A block has equal numbers and an equal scale in the weight and in the transpose, because blocks are square. On every
+device, results equal those of `reference_fp8` bit for bit.
 
-`launch_requantize` finds changes on the device, without host synchronisation. It reads the whole weight, compares a
-64-bit checksum of each block, and quantises the blocks that differ. A change of one element always changes the
-checksum. A change of several elements is missed with a probability of about 2**-32.
+`launch_requantize` finds changed blocks on the device, without host synchronisation. The kernel reads the whole weight,
+compares a 64-bit checksum of each block with the stored checksum, and quantises the blocks that differ. A change of one
+element always changes the checksum. A change of several elements is missed with a probability of about 2**-32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .kernels import INTERPRET
 
 
 class Forms(NamedTuple):
-    """A quantised weight and its transpose, in the order of the fields of `ScaledForms`. None: not requested."""
+    """A quantised weight and its transpose. The fields have the order of `ScaledForms`. None means not requested."""
 
     values: Tensor | None = None  # [E, out, in] e4m3
     scales: Tensor | None = None  # [E, out / 128, in / 128] float32; quotients here and below are rounded up
@@ -41,7 +41,7 @@ def launch_quantize_weight(
     """Return the quantised weight and its transpose. Reads the weight once.
 
     Args:
-        checksums: memory that the same launch fills with the blocks' checksums.
+        checksums: memory in which the same launch stores the checksum of each block, or None.
     """
     _, size_out, size_in = weight.shape
     here = _empty_weight(weight, size_out, size_in) if as_is else (None, None)
@@ -57,7 +57,7 @@ def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
 
 
 def launch_requantize(weight: Tensor, forms: Forms, checksums: Tensor) -> None:
-    """Quantise again, in place, the blocks of the weight whose checksums have changed. Write their checksums."""
+    """Quantise again, in place, the blocks of the weight whose checksums have changed. Store the new checksums."""
     _launch(weight, forms, checksums, is_first=False)
 
 
@@ -101,7 +101,7 @@ def _odd_numbers(first: tl.constexpr):
 
 @triton.jit
 def _checksum(weight):  # [128, 128]
-    """Return the sum over all elements of their bits times an odd number per position, modulo 2**64."""
+    """Multiply the bits of each element by the odd number of its position. Return the sum of products modulo 2**64."""
     bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
     factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
     return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)
@@ -111,8 +111,8 @@ def _checksum(weight):  # [128, 128]
 def _widened(values):
     """Return values as float32.
 
-    Triton 3.6 would move the later transposition of the quantised values before an ordinary conversion. It would then
-    quantise both orders, in twice as many registers.
+    Inline assembly keeps Triton 3.6 from moving the later transposition of the quantised values before this conversion.
+    After the move, the weight and its transpose would each be quantised, in twice as many registers.
     """
     if INTERPRET or values.dtype != tl.bfloat16:
         return values.to(tl.float32)
@@ -133,9 +133,9 @@ def _quantize_weight_kernel(
     checksums_ptr,  # [num_blocks], or None
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    IS_FIRST: tl.constexpr,  # whether to quantise all blocks; else only those with another checksum
+    IS_FIRST: tl.constexpr,  # whether to quantise all blocks, not only those whose checksums changed
 ):
-    """One program quantises one block, and writes both results and the checksum. Grid: (num_blocks,)."""
+    """One program quantises one block, and writes the block, its transpose and its checksum. Grid: (num_blocks,)."""
     NUM_OUT: tl.constexpr = (OUT + 127) // 128
     NUM_IN: tl.constexpr = (IN + 127) // 128
     block = tl.program_id(0)
@@ -161,11 +161,11 @@ def _quantize_weight_kernel(
             tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
             tl.store(scales_ptr + block, scale)
         if turned_values_ptr is not None:
-            # Triton transposes through shared memory, where bytes take the least space.
+            # Transpose quantised values: Triton transposes through shared memory, where bytes take the least space.
             turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
             turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
             tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
         if checksums_ptr is not None:
-            # The checksum is written last: each warp reads the old one before the barrier in `largest_size`.
+            # Write the checksum last: all warps have read the old checksum before the barrier in `largest_size`.
             tl.store(checksums_ptr + block, checksum)

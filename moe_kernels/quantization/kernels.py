@@ -1,7 +1,7 @@
 """Device functions that decode tiles of quantised weights, and the kernel that dequantises whole weights.
 
-Integer operations convert codes to float32 where the GPU has no conversion, and in the interpreter, which cannot
-convert float8. Every conversion gives the bits that `decode.py` defines.
+Integer operations convert codes to float32 if the GPU has no instruction for the conversion. The interpreter, which
+cannot convert float8, uses the same operations. Results equal those of `decode.py` bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONE_127TH = tl.constexpr(ONE_127TH)  # pyright: ignore[reportCallIssue]
 
 @triton.jit
 def decode_e4m3(byte):
-    """Return e4m3 bits as float32."""
+    """Return the float32 value of e4m3 bits."""
     # From Ada on, GPUs convert two e4m3 numbers to float16 with one instruction.
     HAS_FLOAT8: tl.constexpr = False if INTERPRET else tl.target_info.cuda_capability_geq(8, 9)
     if HAS_FLOAT8:
@@ -54,7 +54,7 @@ def _mxfp4_pairs(packed, half_powers):
     """Return the numbers in the low and in the high bits of bytes, times 2 * half_powers, as bfloat16.
 
     26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with
-    powers of two are exact, subnormal ones included. Compute capability 8 multiplies bfloat16 only in a fused
+    powers of two are exact, even if they are subnormal. Compute capability 8 multiplies bfloat16 only in a fused
     multiply-add. The addend here is -0, which changes no value.
     """
     return tl.inline_asm_elementwise(
@@ -108,7 +108,7 @@ def _spread(scale, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
 
 @triton.jit
 def _power(byte, HALF: tl.constexpr, NAN_255: tl.constexpr):
-    """Return an e8m0 number, or half of it, as float32."""
+    """Return an e8m0 number as float32, halved if HALF. The byte 255 is NaN if NAN_255."""
     stored = byte.to(tl.int32)
     exponent = stored - HALF
     # 2 ** -127 and 2 ** -128 are subnormal: a mantissa bit represents them.
@@ -261,12 +261,12 @@ def _dequantize_kernel(
 
 
 def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  # [E, out, in] contiguous
-    """Return the dequantised weight. The weight is already checked."""
+    """Return the dequantised weight. The caller has checked the weight."""
     num_experts, size_out, size_in = weight.shape
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if not out.numel():
         return out
-    block_in = min(max(next_power_of_2(size_in), 64), 256)  # at least 64 for whole blocks of 4-bit formats
+    block_in = min(max(next_power_of_2(size_in), 64), 256)  # at least 64, the default block size of nf4
     block_out = min(next_power_of_2(size_out), 8192 // block_in)
     launch_kernel(
         _dequantize_kernel,
@@ -299,5 +299,5 @@ _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return (name, block, nested block or 0, decoding of scales or None) as one compile-time value."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
-    block = rows, columns or max(next_power_of_2(size_in), 256)  # no columns: one block covers the row
+    block = rows, columns or max(next_power_of_2(size_in), 256)  # columns 0: a block covers the row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

@@ -60,7 +60,7 @@ def quantize_rows(
     *,
     implementation: str | None = None,
 ) -> ScaledRows:
-    """Return e4m3 numbers with a float32 scale for each row and each 128 columns. A row's last block may be shorter.
+    """Return e4m3 numbers with a float32 scale for each block of 128 columns of a row. The last block may be shorter.
 
     The scale is the largest absolute value of the block divided by 448. NaN and infinities affect no other row. Every
     device and both implementations give the same bits. Not differentiable.
@@ -95,10 +95,10 @@ def pack_rows(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, W] in the dtype of rows
-    """Return the results of `quantize_rows` in one tensor to send: each row's numbers, followed by its scales.
+    """Return the results of `quantize_rows` in one tensor to send: each row's numbers, then its scales.
 
-    The tensor has the dtype of the rows, so that autograd accepts the tensor. Values in that dtype have no meaning. W
-    columns take `packed_width(K)` bytes.
+    The tensor has the dtype of `rows`, so that autograd accepts the tensor. Its elements have no meaning as numbers of
+    this dtype. A row of W elements takes `packed_width(K)` bytes.
     """
     if choose("pack_rows", implementation, rows) == "triton":
         return _pack_rows_op(rows)

@@ -14,7 +14,7 @@ from .formats import as_format
 
 __all__ = ["quantize"]
 
-# The quantiles of a normal distribution: https://arxiv.org/abs/2305.14314, appendix E.
+# NF4's codes, quantiles of a normal distribution: https://arxiv.org/abs/2305.14314, appendix E.
 _NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -30,8 +30,8 @@ def quantize(
     """Quantise a weight. The scale of a block follows from its largest absolute value.
 
     Computes in float32, in plain PyTorch. Results equal those of transformers for fp8 and of bitsandbytes for nf4 and
-    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. Such a
-    value may make its whole block non-finite, and with nf4_nested the whole weight. Not differentiable.
+    int8, except for values halfway between two codes. An infinity or NaN decodes to a number that is not finite. An
+    infinity or NaN may also make its whole block non-finite, and with nf4_nested the whole weight. Not differentiable.
 
     Shapes: weight [E, out, in].
 
@@ -60,20 +60,20 @@ def _fp8(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 
 
 def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
-    """Quantise blocks. The scale is p / 4, where p is the largest power of two up to the block's largest absolute
-    value, and 4 is the largest power of two that e2m1 represents.
+    """Quantise blocks. A block's scale is p / 4, where p is the largest power of two up to the block's largest absolute
+    value. The divisor 4 is the largest power of two that e2m1 represents.
 
     https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf, 6.3.
     """
     blocks = weight.unflatten(2, (-1, format.block[1]))
     largest = blocks.abs().amax(3)
     exponent = largest.frexp().exponent - 1 - 2  # - 1: frexp's mantissa lies in [0.5, 1); - 2: divide by 4
-    # A block with an infinity or NaN becomes infinities: the largest code times 2 ** 128.
+    # All values of a block with an infinity or NaN decode to infinities: the largest code times 2 ** 128.
     stored = (exponent + 127).clamp(0, 254).masked_fill(~largest.isfinite(), 255)
     sizes = torch.ldexp(blocks.abs(), 127 - stored.unsqueeze(3)).masked_fill(stored.unsqueeze(3) == 255, torch.inf)
     # Ties go to the even code, so an even code includes both of its limits.
     limits = torch.tensor(_E2M1_LIMITS, device=weight.device)
-    below = torch.bucketize(sizes, limits)  # a limit belongs to the code below
+    below = torch.bucketize(sizes, limits)  # a value equal to a limit gets the code below
     above = torch.bucketize(sizes, limits, right=True)
     nibbles = torch.where(below % 2 == 0, below, above).to(torch.uint8) | (blocks.signbit().to(torch.uint8) << 3)
     values = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)

@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-Registered ops call these functions, because Inductor would compile a GEMM in its graph a second time for few tokens.
-The kernels of a 16-bit router also add a bias and an addend, and round, in the same pass. A launch takes a quarter of
-the host time of a cuBLAS call through PyTorch, and can be part of a list of launches.
+The functions run inside registered ops, because Inductor would compile a GEMM in its graph a second time for small
+numbers of tokens. For a 16-bit router, kernels also add a bias and an addend, and round, in the same pass. A kernel
+launch takes a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
 
 
 def halves_dtype(tokens: Tensor, w_router: Tensor) -> torch.dtype | None:
-    """Return the dtype of 16-bit GEMMs, or None if all GEMMs are float32.
+    """Return the dtype of the router's GEMMs if they are 16-bit, or None if they are float32.
 
-    16-bit GEMMs take tokens and weight unchanged, and the gradient of the logits as two 16-bit numbers: [high | low].
+    16-bit GEMMs take tokens and weight unchanged. The gradient of the logits is split into two 16-bit matrices,
+    [high | low], whose sum approximates the gradient.
     """
     runs = kernel_obstacle(tokens) is None
     return tokens.dtype if runs and w_router.dtype == tokens.dtype and tokens.dtype.itemsize == 2 else None
@@ -83,7 +84,7 @@ def router_gradients(
 
 def launch_product(
     a: Tensor,  # [M, K] 16-bit
-    b: Tensor,  # [K, N], or [K / 2, N] that multiplies both halves of a's columns
+    b: Tensor,  # [K, N], or [K / 2, N], which multiplies each half of a's columns
     out_dtype: torch.dtype,
     *,
     bias: Tensor | None = None,  # [N]

@@ -18,7 +18,7 @@ from .softmax import launch_topk, topk_backward_op
 
 
 class LinearRouter(NamedTuple):
-    """The operands and settings of a router without its tokens."""
+    """The operands, except the tokens, and the settings of a linear router."""
 
     w_router: Tensor  # [E, D]
     logit_bias: Tensor | None  # [E]
@@ -35,7 +35,7 @@ class LinearRouter(NamedTuple):
 
 
 class RouterNeeds(NamedTuple):
-    """Which gradients of a router are needed."""
+    """Flags that say which gradients of a router are needed."""
 
     needs_tokens: bool
     needs_w_router: bool
@@ -70,7 +70,7 @@ def _(tokens, router):
 
 def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     tokens, router = call.args
-    ctx.router = router._replace(w_router=None, logit_bias=None)  # saved below
+    ctx.router = router._replace(w_router=None, logit_bias=None)  # the tensors are saved below
     topk_weights, topk_experts, _ = output
     topk_weights = topk_weights if router.is_softmax else None  # gradients of other scores do not read the weights
     ctx.set_materialize_grads(False)
@@ -93,7 +93,7 @@ linear_routing_op.register_autograd(_backward, setup_context=_setup)
 def routing_gradients_op(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
-    topk_weights: Tensor | None,  # [T, K]; read for a softmax
+    topk_weights: Tensor | None,  # [T, K]; read only for a softmax
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: upstream gradient of the returned logits

@@ -1,7 +1,7 @@
-"""The public functions of routing: from logits or from tokens, for the router that a `RouterSpec` describes.
+"""The public functions that route tokens, given the logits or the tokens. A `RouterSpec` describes the router.
 
 `softmax.py` has the op for the plain softmax, `scored.py` the op for most other specs, and `linear_op.py` the op that
-includes the linear map. Two kinds of specs run in plain PyTorch on the logits, under every implementation:
+includes the linear map. For two kinds of specs, every implementation computes experts and weights in plain PyTorch:
 SparseMixer, and norms other than the sum.
 """
 
@@ -51,7 +51,7 @@ def topk_routing(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: wrong shape or dtype, a missing or unwanted selection bias, or a `top_k` that `spec` cannot choose.
+        ValueError: wrong shape or dtype, a missing or unwanted selection bias, or `spec` cannot choose `top_k` experts.
     """
     spec = _SOFTMAX if spec is None else spec
     sizes = check_shapes("topk_routing", logits=(logits, "T E"))
@@ -79,12 +79,12 @@ def linear_routing(
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Routing:
-    """Route tokens by the float32 logits `tokens @ w_router.T + logit_bias`, as `topk_routing` does.
+    """Compute float32 logits `tokens @ w_router.T + logit_bias`, and choose and weigh experts as `topk_routing` does.
 
     With "triton", the function is one autograd node, except for specs with a `logit_softcap`, SparseMixer or a norm
     other than the sum. The node saves the tokens and the choice of experts, and recomputes logits that backward needs.
-    No [T, E] tensor is saved. The gradient of the logits is float32. The node may round that gradient to a sum of two
-    16-bit numbers if `w_router` is 16-bit. Both GEMMs that read the gradient accumulate in float32. Deterministic.
+    No [T, E] tensor is saved. The gradient of the logits is float32. If `w_router` is 16-bit, the node may round this
+    gradient to a sum of two 16-bit numbers. Both GEMMs that read the gradient accumulate in float32. Deterministic.
     Differentiable in `tokens`, `w_router` and `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
@@ -95,12 +95,13 @@ def linear_routing(
         spec: as in `topk_routing`, but its `logit_bias` is applied.
         logit_bias: required by specs with that bias, refused by others.
         selection_bias: required by specs with that bias, refused by others.
-        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
+        batch_invariant: whether a token's result and gradient are bit for bit independent of the other tokens. Default:
+            False.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, a bias is missing or not wanted by `spec`, or
-            `spec` cannot choose `top_k`.
+            `spec` cannot choose `top_k` experts.
     """
     spec = _SOFTMAX if spec is None else spec
     check_linear_router(tokens, w_router)
@@ -150,18 +151,19 @@ def routing_weights(
     topk_experts: Tensor,  # [T, K] int32; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K] float32
-    """Return a router's weights for any choice of experts. For the router's own choice these are the
-    weights of `topk_routing`.
+    """Return a router's weights for any choice of experts. For the router's own choice, the weights are those of
+    `topk_routing`.
 
-    An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Plain PyTorch on every
-    device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a softmax.
+    An empty slot (-1) has weight 0, and its token's other weights are normalised without it. Runs in plain PyTorch on
+    every device. Differentiable in `logits`: through the scores of the chosen experts, or of all experts under a
+    softmax.
 
     Shapes: logits [T, E], topk_experts [T, K] int32; result [T, K] float32.
 
     Args:
         logits: the `logits` of a `Routing`, after the cap if the spec has one.
-        topk_experts: ids in [0, E), or -1. A slot with another id counts as empty, but an id of E or more on the CPU
-            raises. On a GPU that check would need a host synchronisation.
+        topk_experts: ids in [0, E), or -1. A slot with another id counts as empty, but on the CPU an id of E or more
+            raises. On a GPU the check for these ids would need a host synchronisation.
 
     Raises:
         ValueError: wrong shape or dtype, `spec` cannot choose K experts, or an id on the CPU is E or more.
@@ -192,7 +194,7 @@ def selection_keys(
 ) -> Tensor:  # [T, E]
     """Return the keys by which a router ranks experts: logits or scores, plus bias, and -inf in excluded groups.
 
-    Plain PyTorch on every device. Not differentiable.
+    Runs in plain PyTorch on every device. Not differentiable.
 
     Raises:
         ValueError: wrong shape or dtype, or a missing or unwanted selection bias.

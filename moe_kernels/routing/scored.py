@@ -3,7 +3,8 @@
     scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups
     w = scale * s / max(sum of s + epsilon, minimum)     or, without normalisation, w = scale * s
 
-s are the scores of the chosen experts. One kernel computes the forward and another the backward.
+s is the score of a chosen expert. The sum is over the chosen experts of a token. One kernel computes the forward and
+another the backward.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """Return the number of tokens and of warps per program. `num_places` is the padded number of experts. One warp
-    holds 512 logits, so reductions over up to 512 experts need no shared memory."""
+    """Return the number of tokens and of warps per program. `num_places` is the padded number of experts.
+
+    A warp holds 512 logits, so reductions over up to 512 experts need no shared memory."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -172,7 +174,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# The key of an expert that does not exist is below the key of -inf.
+# The key of an expert that does not exist. It is below the key of -inf.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 
@@ -197,7 +199,7 @@ def _scores(logits, highest, total, SCORE: tl.constexpr):
         return tl.exp(logits - highest[:, None]) / total[:, None]
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
-    # softplus(x) = max(x, 0) + log(1 + small). The quotient corrects the rounding of small in 1 + small.
+    # softplus(x) = max(x, 0) + log(1 + small), small = exp(-|x|). The quotient corrects the rounding of 1 + small.
     small = tl.exp(-tl.abs(logits))
     rounded = 1.0 + small
     lost = rounded == 1.0
@@ -256,8 +258,8 @@ def _scored_routing_kernel(
 ):
     """One program writes the experts and weights of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),).
 
-    A token's logits are laid out as G_P2 groups of S_P2 experts, both padded to powers of two. The last places of a
-    group, and the last groups, may have no expert.
+    A token's logits are laid out as G_P2 groups of S_P2 experts. Both numbers are padded to powers of two, so the last
+    elements of a group, and the last groups, may have no expert.
     """
     SIZE: tl.constexpr = E // NUM_GROUPS
     E_P2: tl.constexpr = G_P2 * S_P2

@@ -102,7 +102,8 @@ def _topk_kernel(
     pointer = logits_ptr + t[:, None] * logits_strides[0] + chosen * logits_strides[1]
     chosen_logits = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     chosen_logits = tl.where((k < TOP_K)[None, :], ranked(chosen_logits), float("-inf"))  # [BLOCK_T, K_P2]
-    # The first chosen logit is the highest. A NaN became infinity: infinity minus infinity makes the weights NaN.
+    # The first chosen logit is the highest. `ranked` turned NaN into infinity, and infinity minus infinity makes the
+    # weights NaN.
     highest = tl.max(chosen_logits, 1)
     weights = exp_negative(highest[:, None] - chosen_logits)  # [BLOCK_T, K_P2]
     if NORMALIZE:
@@ -120,15 +121,15 @@ def topk_backward_op(
     dweights: Tensor,  # [T, K]
     topk_weights: Tensor,
     topk_experts: Tensor,
-    logits: Tensor | None,  # [T, E]; None if the weights were normalized
+    logits: Tensor | None,  # [T, E]; None if the weights were normalised
     dlogits_direct: Tensor | None,  # [T, E]: a gradient to add to the result
     num_experts: int,
     split_dtype: torch.dtype | None,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
-    high + low approximates the float32 value. The relative error is at most the square of the 16-bit rounding error. A
-    16-bit GEMM with float32 accumulation costs twice as much for the split matrix as for one half.
+    high + low approximates the float32 value. The relative error is at most the square of the 16-bit relative rounding
+    error. A 16-bit GEMM with float32 accumulation costs twice as much for both halves as for one half.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
@@ -167,7 +168,7 @@ def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts,
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _topk_backward_kernel(
-    logits_ptr,  # None if the softmax is over the chosen logits, so that the weights suffice
+    logits_ptr,  # None for a softmax over the chosen logits, whose gradient needs only the weights
     logits_strides,  # [T, E]
     direct_ptr,  # a gradient to add to dlogits, or None
     direct_strides,  # [T, E]
@@ -204,7 +205,7 @@ def _topk_backward_kernel(
         step_slot = t * TOP_K + step
         chosen = tl.load(experts_ptr + step_slot, mask=token_mask, other=0)
         value = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0) - mean
-        # Normalized weights are a softmax over the chosen experts; the other experts get no gradient.
+        # Normalised weights are a softmax over the chosen experts; the other experts get no gradient.
         if is_normalized:
             value *= tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
         gradient = tl.where(expert[None, :] == chosen[:, None], value[:, None], gradient)

@@ -12,19 +12,19 @@ from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-TILE_ROWS = 128  # tile height of a permutation's tile table
+TILE_ROWS = 128  # rows per tile in a permutation's tile table
 _MOST_PROGRAMS = 256
 _BLOCK = 1024  # tokens times experts per step; larger steps spill registers
 
 
 class RoutedForward(NamedTuple):
-    """The tensors that statistics of one forward's routing read."""
+    """The tensors of one forward from which its routing statistics are computed."""
 
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E], by which the router ranks experts
     choices: Tensor  # [T, K] integers; negative means no expert
-    kept: Tensor | None  # [T, K] integers: the choices within capacities; None: all choices
-    token_mask: Tensor | None  # [T] bool: False for padding, which counts only in "tokens with padding"
+    kept: Tensor | None  # [T, K] integers: the choices within capacities; None if all choices are
+    token_mask: Tensor | None  # [T] bool: False for padding, which only the count of tokens with padding includes
     aux_loss: Tensor | None  # scalar
 
 
@@ -39,9 +39,9 @@ def add_routing_statistics(
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
     padding rows. Padding rows fill the last tile of each of the first `num_experts` experts, which have parameters.
     `sums` holds the sums of the softmax's entropies, of the margins, of the calls' excesses and of the losses. The
-    number of losses and the smallest margin follow. An excess is the most choices of an expert, divided by the mean,
-    minus 1. A margin is the lowest key of a chosen expert minus the highest key of another expert, or zero if both are
-    equal.
+    number of losses and the smallest margin follow. A call's excess is the largest number of choices of an expert,
+    divided by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key
+    of its other experts. Equal keys have margin zero.
 
     Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
     checked.
@@ -57,7 +57,7 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
     block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)
     num_programs = max(min(cdiv(num_tokens, block_t), _MOST_PROGRAMS), 1)
-    # Without capacities one array of counts is enough, because all choices are kept.
+    # Without capacities, one array of counts is enough, because all choices are kept.
     part_counts = counts.new_empty(num_programs, 1 if kept is None else 2, num_choices, dtype=torch.int32)
     part_sums = sums.new_empty(num_programs, 4)
     launch_kernel(
@@ -165,7 +165,7 @@ def _slots_per_expert(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Return the number of slots of each token and expert, [BLOCK_T, BLOCK_E] int32. An expert may repeat."""
+    """Return how often each token chose each expert, [BLOCK_T, BLOCK_E] int32."""
     slots = tl.zeros((BLOCK_T, BLOCK_E), tl.int32)  # [BLOCK_T, BLOCK_E]
     for k in tl.range(TOP_K, loop_unroll_factor=8):  # unrolled, so that the loads of several slots overlap
         choice = tl.load(choices_ptr + t * TOP_K + k, mask=is_token, other=-1)

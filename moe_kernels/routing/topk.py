@@ -42,7 +42,7 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     """Return (experts [BLOCK_T, K_P2], is_unsure [BLOCK_T]) in less than half the time of `choose_highest`.
 
     The id of the expert replaces the last bits of its key. One maximum then finds key and expert, and no two keys are
-    equal. The choice is unsure if two successive keys differ only in the id: the order then depends on replaced bits.
+    equal. The choice is unsure if two successive keys differ only in the id: the replaced bits may decide their order.
     """
     # The shift drops one bit of the value, so that a difference of two keys fits 32 bits.
     expert = tl.arange(0, E_P2)[None, :]

@@ -1,4 +1,4 @@
-"""Argument checks. They read only shapes, dtypes and devices, never values on a GPU."""
+"""Argument checks, which read shapes, dtypes and devices, but never values on a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_shapes(
     keeps its size from `known_sizes` or from the first operand that uses it.
 
     Raises:
-        ValueError: names the operand, its pattern and its shape.
+        ValueError: an operand does not match. The message names the operand, its pattern and its shape.
     """
     sizes = dict(known_sizes or {})
     for name, (tensor, pattern) in operands.items():
@@ -78,7 +78,7 @@ def check_dtype(op: str, name: str, tensor: Tensor, *allowed: torch.dtype) -> No
 
 
 def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """Return the dtype of a product of operands like `a`: `out_dtype`, else `out`'s, else `a`'s (bfloat16 for float8).
+    """Return the dtype of a product: `out_dtype`, else the dtype of `out`, else of `a`, or bfloat16 if `a` is float8.
 
     Raises:
         ValueError: operands of this dtype cannot give this result dtype, or `out` and `out_dtype` disagree.
@@ -95,7 +95,7 @@ def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype 
 
 
 def check_no_gradient(op: str, reason: str, *inputs: Tensor | None) -> None:
-    """Raise ValueError if an input requires a gradient."""
+    """Raise ValueError if gradients are enabled and an input requires one. `reason` says what forbids gradients."""
     if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in inputs):
         raise ValueError(f"{op}: with {reason} no input may require a gradient")
 
@@ -110,5 +110,5 @@ def check_float8(op: str, cc: int) -> None:
 
 
 def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether the tensor is expanded, so that elements share memory."""
+    """Return whether elements share memory because an axis is expanded."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

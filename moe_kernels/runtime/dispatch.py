@@ -1,6 +1,6 @@
-"""Decides before each op runs whether its operands are checked, and which implementation runs.
+"""Decides before each op runs whether its operands are checked, and which implementation computes the op.
 
-All ops follow the same rule. No op falls back to another implementation silently.
+All ops follow the same rule. If a requested implementation cannot run, the op raises.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .triton import HAS_TRITON, INTERPRET
 
 IMPLEMENTATIONS = ("triton", "reference")
 
-# Dtypes that the Triton kernels compute in. bfloat16 is missing in the interpreter, which adds it as integers.
+# Dtypes that the Triton kernels compute in. bfloat16 is left out in the interpreter, which adds bfloat16 as integers.
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 FLOAT8 = torch.float8_e4m3fn  # only the GEMM kernels support it
@@ -36,7 +36,7 @@ _NEW: Any = object()
 
 
 def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
-    """Cache the results of `check` by the operands' form: their metadata and plain values, see `_form`. Errors are not
+    """Cache the results of `check` by the operands' form: dtypes, shapes, devices and plain values. Errors are not
     cached.
 
     `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
@@ -63,7 +63,7 @@ _VALUES = {type(None), bool, int, float, str, torch.dtype}
 
 
 def _form(operands: Collection[Any]) -> tuple[Any, ...] | None:
-    """Return all properties of the operands that a check can read. Return None if an operand has an unknown type, such
+    """Return all properties of the operands that a check may read. Return None if an operand has an unknown type, such
     as a subclass of Tensor."""
     form = []
     for operand in operands:
@@ -98,7 +98,7 @@ def kernel_obstacle(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTY
 
 
 def choose(op: str, implementation: str | None, tensor: Tensor, dtypes: tuple[torch.dtype, ...] = KERNEL_DTYPES) -> str:
-    """Return the implementation to run: the named one or, for None, Triton wherever its kernels can run.
+    """Return `implementation`. For None, return "triton" if the Triton kernels can take the tensor, else "reference".
 
     Args:
         tensor: the operand whose device and dtype decide.
@@ -130,7 +130,8 @@ def _warn_without_triton() -> None:
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
-    """Return whether Triton kernels compute this tensor with this `implementation`; False if `choose` would raise."""
+    """Return whether `implementation` runs Triton kernels on this tensor; False for an implementation that `choose`
+    refuses."""
     return implementation in (None, "triton") and kernel_obstacle(tensor) is None
 
 

@@ -1,7 +1,7 @@
 """Compatibility with the Gluon of Triton 3.6 to 3.9: whether this machine can use Gluon, and the names of each version.
 
 The warp-specialised Hopper kernels are written in Gluon, Triton's low-level kernel language. Gluon changes with every
-Triton version. This file holds all version-dependent code of these kernels; `launch.py` handles the launch API.
+Triton version. This file holds all version-dependent code of these kernels, except the launch API in `launch.py`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if OBSTACLE is None:
         OBSTACLE = f"Triton's Gluon cannot be imported: {error}"
 
 if OBSTACLE is None:
-    # Triton 3.7 and 3.8 introduced the new names; 3.9 keeps some old names only to raise an error.
+    # Triton 3.7 and 3.8 introduced new names. Triton 3.9 keeps some old names only to raise an error.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore[reportAttributeAccessIssue]
     # Triton 3.6 and 3.7 hash the constructor of an aggregate, not its fields. If the constructor were generated, a
-    # kernel with changed fields could reuse old machine code. So each aggregate writes out its constructor.
+    # kernel with changed fields could reuse old machine code. So each aggregate defines its constructor.
     aggregate = gluon.aggregate if hasattr(gluon, "aggregate") else triton.language.core._aggregate
     if hasattr(tma, "async_load"):
         tma_load, tma_store, copy_load = tma.async_load, tma.async_store, async_copy.async_load
@@ -53,7 +53,8 @@ if OBSTACLE is None:
 
 
 def slower_kernels(cc: int) -> str | None:
-    """Return why a GPU of this compute capability runs without its warp-specialised kernels, or None."""
+    """Return why a GPU of this compute capability runs without its warp-specialised kernels, or None if it has no such
+    kernels or can run them."""
     if OBSTACLE is None or cc != 90:
         return None
     return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
@@ -67,9 +68,9 @@ def warn_if_slower(cc: int) -> None:
 
 
 def registers(gather: bool, pieces: int) -> dict[str, int]:
-    """Return the registers per thread of the producer and one consumer. The other consumer gets 504 minus both.
+    """Return the registers per thread of the producer and one consumer. The other consumer gets the rest of 504.
 
-    The numbers avoid spills. With Triton 3.8 and 3.9 they avoid spills only inside a step of the reduction.
+    The numbers avoid spills. With Triton 3.8 and 3.9, the numbers avoid spills only inside a step of the reduction.
 
     Args:
         pieces: number of parts in which an activation is computed; 0 without an activation.
@@ -84,15 +85,15 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 
 def scaled_registers(gather: bool) -> dict[str, int]:
-    """Return `registers` for the kernel with block scales, whose consumers need at most 224.
+    """Return what `registers` returns, for the kernel with block scales. Its consumers must have at most 224 registers.
 
-    With more registers ptxas computes both halves of a tile at once and spills in every step of the reduction.
+    With more registers, ptxas computes both halves of a tile at once and spills in every step of the reduction.
     """
     return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
 
 
 def gradient_registers(gather: bool) -> dict[str, int]:
-    """Return `registers` for the kernel with an activation's gradient, whose tiles are half as wide."""
+    """Return what `registers` returns, for the kernel that computes an activation's gradient in tiles of half width."""
     return {"PRODUCER_REGISTERS": 72 if gather else 32, "CONSUMER_REGISTERS": 216 if gather else 240}
 
 

@@ -2,8 +2,8 @@
 
 Before each launch, Triton's JIT inspects every argument to find the compiled kernel. The inspection takes longer than
 the launch. The launch cache stores the compiled kernel by the launch's `static_properties`, which are faster to
-compute. A `CompiledArtifact` holds a compiled kernel. Its caller guarantees that the launch has the same static
-properties.
+compute. A `CompiledArtifact` holds a compiled kernel. A caller that passes an artifact guarantees that the launch has
+the static properties of the artifact.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Launch(NamedTuple):
 class CompiledArtifact:
     """A compiled kernel for every launch with the same static properties.
 
-    Static properties are the device and the properties that Triton compiles for: the kernel, dtypes, which optional
-    operands exist, constexpr values, whether pointers, sizes and strides are multiples of 16, and whether sizes and
-    strides are 1 or exceed 32 bits. Numbers of rows may differ.
+    Static properties are the device and the properties that Triton compiles for: the kernel, dtypes, constexpr values,
+    and which optional operands exist. Two more are whether pointers, sizes and strides are multiples of 16, and whether
+    sizes and strides are 1 or exceed 32 bits. Numbers of rows may differ.
     """
 
     kernel_name: str
@@ -61,18 +61,18 @@ def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
 
 
 def launch_kernel(function: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch `function[grid](*arguments, **options)` on the current device. The arguments contain no descriptors."""
+    """Launch `function[grid](*arguments, **options)` on the current device. Arguments must not be TMA descriptors."""
     launch = Launch(function, grid, arguments, options)
     _launch(launch, None if INTERPRET else _ready.get(static_properties(launch)))
 
 
 def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] | None]:
-    """Return the two arguments of a kernel for an optional tensor."""
+    """Return an optional tensor and its strides, the two arguments by which kernels take the tensor."""
     return tensor, None if tensor is None else tensor.stride()
 
 
 class Ready(NamedTuple):
-    """A compiled kernel for every launch with the same static properties."""
+    """A compiled kernel, prepared to run every launch with the same static properties."""
 
     compiled: Any  # Triton's compiled kernel
     run: Any  # the kernel's launcher
@@ -95,7 +95,7 @@ def run_launch(
         scratch: memory for descriptors; allocated if it is None or too small.
     """
     if operand.is_cuda:
-        ensure_context(operand.get_device())  # needed before an artifact's kernel is loaded, too
+        ensure_context(operand.get_device())  # loading an artifact's kernel needs a context, too
     if artifact is None or artifact.compiled is None:
         ready = None if INTERPRET else _ready.get(static_properties(launch))
     else:
@@ -105,7 +105,7 @@ def run_launch(
         _launch(launch, ready)
         return
     # Triton stores the allocator of scratch memory in a context variable, which is unset in new threads, such as
-    # autograd's. Set it in a copy of the context, so that the caller's allocator is never replaced.
+    # autograd's. Set the variable in a copy of the context, so that the caller's allocator is never replaced.
     contextvars.copy_context().run(_launch_with_scratch, launch, ready, operand.device, scratch)
 
 
@@ -150,8 +150,8 @@ def ensure_context(device: int) -> None:
         launching.devices.add(device)
 
 
-# Triton's compiled kernels of artifacts that ran. Since Triton 3.8, freeing such an object unloads its code from the
-# GPU, even if CUDA graphs or pending launches still need the code.
+# The compiled kernels of artifacts that ran, kept so that they are never freed. Since Triton 3.8, freeing a compiled
+# kernel unloads its code from the GPU, even if CUDA graphs or pending launches still need the code.
 _from_artifacts: dict[int, Any] = {}
 
 

@@ -1,8 +1,8 @@
-"""A list of recorded launches. Only addresses in their parameters change, and one call of a C function launches all
-kernels.
+"""A list of recorded launches. One call of a C function launches all kernels. Between runs, only the addresses in the
+kernels' parameters change.
 
-The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). When a list is made,
-the sizes of parameters are compared with those that the CUDA driver reports for each kernel, from CUDA 12.4 on.
+The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
+the driver reports the sizes of a kernel's parameters. These sizes are checked when a list is made.
 """
 
 from __future__ import annotations
@@ -82,15 +82,15 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
-REQUIRED = 1 << 31  # flags a tensor that is not empty: a null address is an error. launch_list.c repeats the value.
+REQUIRED = 1 << 31  # flags a non-empty tensor, whose address must not be null. launch_list.c repeats the value.
 DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
-# Triton's numbers of dtypes -> numbers that the driver's encoder uses. Numbers that are not listed are the same.
+# Triton's number of a dtype -> the number that the driver's encoder of descriptors uses. All other numbers are equal.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
 
 
 class _Parameters:
-    """The parameters of a list of kernels as bytes, and the offsets at which each run writes addresses."""
+    """The parameters of all kernels of a list as bytes, and the offsets at which each run writes addresses."""
 
     def __init__(self, places: dict[int, Place], born: Sequence[Form], device: torch.device):
         self._places, self._born = places, born
@@ -98,7 +98,7 @@ class _Parameters:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the tensor
-        self._maps: list[tuple[int, int, int]] = []  # the same for the CUtensorMaps of TMA descriptors
+        self._maps: list[tuple[int, int, int]] = []  # like _pointers, for the CUtensorMaps of TMA descriptors
         self._bases: dict[int, int] = {}  # index in the list that `run` gets -> index in `_bases`
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
@@ -180,7 +180,7 @@ class _Parameters:
         return self._bases.setdefault(tensor, len(self._bases)), offset
 
     def _add_descriptor(self, descriptor: Descriptor, meta: dict[str, Any] | None) -> None:
-        """Add the CUtensorMap by value, then its sizes in 32 bits and its strides in 64 bits each."""
+        """Add the CUtensorMap by value, then each size in 32 bits, then each stride in 64 bits."""
         if meta is None or meta.get("fp4_padded") or meta.get("is_im2col"):
             raise NotRecordable("a TMA descriptor is not passed by value, or is one of FP4 or of convolutions")
         shape, strides = list(descriptor.fields["shape"]), list(descriptor.fields["strides"])

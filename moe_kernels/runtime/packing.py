@@ -27,8 +27,8 @@ _LEAVES = ("", *(f"_{name}" for name in _TENSORS), "_layout")
 
 
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
-    """Return the leaves of a quantised weight: None for the unquantised tensor, the tensor fields, and the format
-    and shape as a string."""
+    """Return the flat arguments (leaves) of a quantised weight: None for the unquantised tensor, the tensor fields, and
+    the format and shape as a string."""
     return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
 
 
@@ -64,7 +64,7 @@ class Places(NamedTuple):
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
     def join(self, tensors: Iterable[Tensor], others: Iterable[Any]) -> list[Any]:
-        """Return the values: the inverse of `read` and `read_others`."""
+        """Return the sequence with these tensors and others, the inverse of `read` and `read_others`."""
         values: list[Any] = [None] * self.num_values
         for place, value in itertools.chain(
             zip(self.places, tensors, strict=True), zip(self.others, others, strict=True)
@@ -95,18 +95,18 @@ class PackedSignature:
     """The parameters and the result of a function that becomes a registered op.
 
     Parameters are converted to leaves and back: NamedTuples are replaced by their fields, recursively. A leaf has the
-    name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf, `has_<name>`:
-    whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is None if the
-    weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
+    name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf, `has_<name>`,
+    which says whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is None
+    if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
 
-    The schema of an op with packed parameters, NamedTuples or quantised weights, has two parameters: the
-    list of tensors that are given, and a string of all other leaves.
+    If a parameter is a NamedTuple or may be a quantised weight, the op's schema has two parameters: the list of given
+    tensors, and a string of all other leaves.
     """
 
     def __init__(self, function: Callable[..., Any]):
         hints = get_type_hints(function)
         result = hints.pop("return")
-        self.names: list[str] = []  # of the leaves
+        self.names: list[str] = []  # names of the leaves
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
@@ -120,7 +120,7 @@ class PackedSignature:
         split = {"to_leaves": _quantized_to_leaves, "QuantizedWeight": QuantizedWeight}
         join = {"of_leaves": _quantized_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves
-        self.pack = eval(f"lambda {', '.join(self.names)}: ({', '.join(packed)},)", join)  # the inverse
+        self.pack = eval(f"lambda {', '.join(self.names)}: ({', '.join(packed)},)", join)  # leaves -> values
         # A result may be None although the schema has the type Tensor.
         num_results = len(self.result._fields if self.result else get_args(result))
         returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
@@ -130,7 +130,7 @@ class PackedSignature:
         """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves.
 
         Args:
-            absent: an expression that is true if a NamedTuple around `path` is None; empty if there is none.
+            absent: an expression that is true if a NamedTuple that contains `path` is None; empty if none can be None.
         """
         if kind in (Weight, QuantizedWeight):
             assert not absent, name
@@ -175,7 +175,7 @@ class PackedSignature:
         return tuple([next(given) if leaf is ... else leaf for leaf in _leaves_of_string(others)])
 
     def name_results(self, results: Any) -> Any:
-        """Return the results in the function's NamedTuple, or unchanged if the function returns none."""
+        """Return the results in the function's NamedTuple, or unchanged if the function returns no NamedTuple."""
         return results if self.result is None else self.result._make(results)
 
 
@@ -183,7 +183,7 @@ def _leaf_to_string(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return "..."
     if isinstance(leaf, torch.SymInt):
-        return repr(int(leaf))  # sizes of the model, such as top_k, become constants
+        return repr(int(leaf))  # symbolic sizes of the model, such as top_k, become constants
     if isinstance(leaf, float):  # Dynamo makes floats symbolic with dynamic shapes; `hex` makes them constants again
         leaf = float.fromhex(leaf.hex())
     return repr(str(leaf) if isinstance(leaf, torch.dtype) else leaf)

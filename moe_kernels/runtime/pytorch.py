@@ -17,8 +17,8 @@ disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsa
 def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wrap a function of one argument, so that Dynamo calls it while tracing. The graph contains no part of the call.
 
-    Dynamo evaluates a metaclass's `__instancecheck__` on the object itself. `torch.compiler.assume_constant_result`
-    takes no module in PyTorch 2.11, and compiles once per module in 2.13.
+    Dynamo calls a metaclass's `__instancecheck__` on the object itself, while tracing. The public function
+    `torch.compiler.assume_constant_result` refuses modules in PyTorch 2.11, and compiles once per module in 2.13.
     """
 
     class Check(type):
@@ -57,7 +57,7 @@ functorch_is_active = torch._C._are_functorch_transforms_active
 
 
 def num_differentiations() -> int:
-    """Return how many nested transforms of torch.func differentiate."""
+    """Return how many of the active transforms of torch.func differentiate, as `grad` and `jvp` do."""
     kinds = torch._C._functorch.TransformType  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
     stack = torch._C._functorch.get_interpreter_stack() or ()  # pyright: ignore[reportAttributeAccessIssue]
     return sum(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in stack)
@@ -104,7 +104,7 @@ def has_saved_tensors_hooks() -> bool:
 def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call.
 
-    PyTorch refuses a message of 255 bytes or more, so a longer one is cut."""
+    A message of 255 bytes or more is cut, because PyTorch refuses such lengths."""
     encoded = message.encode()
     message = message if len(encoded) < 255 else encoded[:251].decode(errors="ignore") + "..."
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]  # private API

@@ -3,8 +3,8 @@ of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
 in one block, where temporaries with separate lifetimes share bytes. The block is freed at the end of a run. If the
-block would exceed 32 MiB, temporaries above 1 MiB are allocated separately: before the first launch that uses them, and
-freed after the last one, as in the function.
+block would exceed 32 MiB, temporaries above 1 MiB are allocated separately. Each is allocated before the first launch
+that uses it and freed after the last launch that uses it, as in the function.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
 _MOST_BLOCK_BYTES = 32 << 20  # if a block of all temporaries were larger, large temporaries stay out of the block
-_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; small memory outside it may be freed late
+_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; other small memories may be freed late
 
 
 class _Segment(NamedTuple):
-    """Steps between which no memory is allocated or freed."""
+    """A range of steps during which no memory is allocated or freed."""
 
     allocations: tuple[tuple[int, Form], ...]  # place in `memory`, and form of the allocation
     run: Callable[[list[Any]], None]
@@ -35,7 +35,7 @@ class _Segment(NamedTuple):
 
 
 class Record:
-    """Repeats a recording on tensors of the same form as its inputs. Any thread may call it at any time."""
+    """Repeats a recording on tensors of the same form as its inputs. Any thread may call a record at any time."""
 
     def __init__(self, recording: Recording, outputs: Sequence[Tensor | None], *, frees_inputs: bool = False):
         self._born = [memory.form for memory in recording.memories]
@@ -43,7 +43,7 @@ class Record:
         self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
         self._device = recording.device
         num_inputs = sum(memory.made_by == "caller" for memory in recording.memories)
-        self._others = (None,) * (len(recording.memories) - num_inputs + 1)  # the last one is the block
+        self._others = (None,) * (len(recording.memories) - num_inputs + 1)  # the last None is for the block
         self._is_below_autocast = torch.is_autocast_enabled(recording.device.type)
         plan = _Plan(recording, frees_inputs)
         self._segments = [
@@ -83,7 +83,7 @@ class Record:
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call
-        if self._is_below_autocast:  # the recorded call also ran below autocast
+        if self._is_below_autocast:  # autocast had already been applied to the recorded call
             function = _unseen_by_autocast(function)
         template, readers = list(args), self._readers(enumerate(args))
         named_template, named_readers = dict(kwargs), self._readers(kwargs.items())
@@ -124,7 +124,7 @@ def _unseen_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plan:
-    """The place of each memory, and the segments of a recording."""
+    """The place of each memory of a recording, and the segments into which its steps are divided."""
 
     def __init__(self, recording: Recording, frees_inputs: bool):
         steps, memories = recording.steps, recording.memories
@@ -166,7 +166,7 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Add memory for the descriptors that kernels make. Kernels run one after another, so all share this memory."""
+        """Add memory for the descriptors that kernels make. Kernels run one after another, so they share the memory."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))
@@ -185,7 +185,7 @@ class _Plan:
             large = (memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES)
             if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
-        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # without steps there is one segment, too
+        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # a recording without steps has one segment, too
         segments = []
         for first, last in pairwise(bounds):
             allocations = [

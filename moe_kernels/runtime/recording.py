@@ -61,7 +61,7 @@ class Ref(NamedTuple):
 
 def view_of(place: int, offset: int, form: Form) -> Callable[[list[Any]], Tensor]:
     """Return a function that takes a list of tensors and returns a view of this form. The view starts `offset` bytes
-    after the tensor at index `place`."""
+    after the start of the tensor at index `place`."""
 
     def view(memory: list[Any]) -> Tensor:
         tensor = memory[place]
@@ -97,7 +97,7 @@ class RecordedCall(NamedTuple):
 
 @dataclass
 class Memory:
-    """An input (`made_by` is "caller"), an allocation ("function"), or the result of a PyTorch operation ("call")."""
+    """The memory of an input (`made_by` is "caller"), an allocation ("function") or a PyTorch result ("call")."""
 
     made_by: str
     address: int
@@ -106,7 +106,7 @@ class Memory:
     storage: StorageWeakRef  # weak: `cdata` stays unique, but the bytes can be freed
     steps: list[int] = field(default_factory=list)  # the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
-    is_parameter: bool = False  # whether it is a parameter's memory, which stays allocated anyway
+    is_parameter: bool = False  # whether the memory is a parameter's and stays allocated anyway
 
 
 def _is_on(device: torch.device, arguments: Any) -> bool:
@@ -114,7 +114,7 @@ def _is_on(device: torch.device, arguments: Any) -> bool:
 
 
 class Recording(TorchDispatchMode):
-    """The steps of one run of a function. `obstacle` says why they cannot be repeated, or is None."""
+    """The steps of one run of a function. `obstacle` says why the steps cannot be repeated, or is None."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         super().__init__()
@@ -127,20 +127,20 @@ class Recording(TorchDispatchMode):
         for tensor in inputs:
             self._add("caller", tensor)
         spans = sorted((m.address, m.address + m.form.num_bytes) for m in self.memories if m.form.num_bytes)
-        # With overlap, the recording is not used: a tensor in shared bytes would be attributed to only one operand.
+        # If inputs overlap, the recording is not used: a tensor in shared bytes would be attributed to only one input.
         self.operands_overlap = any(first[1] > second[0] for first, second in pairwise(spans))
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         with observing_launches(self._observe), self:
             result = function(*args)
         if not any(isinstance(step, RecordedLaunch) for step in self.steps):
-            # Refuse the reference: its `tolist` reads values on the host, which no dispatch mode sees.
+            # Refuse functions without launches, such as the reference. Dispatch modes miss that `tolist` reads values.
             self.obstacle = self.obstacle or "launches no kernel"
         return result
 
     def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
         """Return the reference to a tensor that the next step uses, or None if the tensor is neither an input nor made
-        here."""
+        by the function."""
         index = self._find(tensor)
         if index is None:
             self.obstacle = f"reads a tensor that is no operand: {list(tensor.shape)} {tensor.dtype}"
@@ -204,7 +204,7 @@ class Recording(TorchDispatchMode):
             self._add_call(func, (args, kwargs), made, is_tuple=isinstance(result, tuple | list))
         elif not returned and (func._schema.is_mutable or not func._schema.returns):
             self.obstacle = f"{func} returns no tensor"
-        return result  # otherwise a view, or an operation on meta tensors
+        return result  # if no branch applied, `func` returned a view or ran on meta tensors
 
     def _add_call(self, func: Any, args: Any, made: list[Tensor], *, is_tuple: bool) -> None:
         if is_tuple and len(made) != len(func._schema.returns):

@@ -30,20 +30,20 @@ def on_device_of(tensor: Tensor, function: Callable[..., Any], *args: Any, **kwa
 
 
 class Call(NamedTuple):
-    """One call of an op, as its autograd node gets it."""
+    """One call of an op, as passed to the op's autograd node."""
 
     args: tuple[Any, ...]  # arguments of the function
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...]  # the arguments in flat form: see `PackedSignature`
     places: Places  # positions of the tensors among the leaves
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]  # the leaves that are neither tensors nor None
-    form: Form | None  # the form to replay, if known
+    form: Form | None  # the form whose record is replayed; None: no record is known
     is_unseen: bool  # whether the function may be called without the dispatcher
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
-    """Return whether calls may be replayed: no forward-mode AD, profiler or function mode is active. `Form`
-    does not compare these states."""
+    """Return whether calls may be replayed: only if no forward-mode AD, profiler or `__torch_function__` override is
+    active. This function checks these states, because `Form` does not compare them."""
     return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
 
 
@@ -51,7 +51,8 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
     """Return whether an op's function may be called without the dispatcher.
 
     Modes and profilers see only calls through the dispatcher. Meta tensors and negated views also need the dispatcher,
-    because their memory does not hold their values. All tensors are on one device.
+    because their memory does not hold their values. All tensors are on one device, so the first tensor shows whether
+    they are meta tensors.
     """
     return not (
         not may_replay(tensors)
@@ -63,8 +64,8 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 
 
 def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-    """Return the result of a function that calls ops. If no mode or profiler observes the ops, their launches are
-    replayed as one list."""
+    """Return the result of a function that calls ops. Replay the launches of all these ops as one list if gradients are
+    disabled, the tensors are plain, and no mode or profiler observes the ops."""
     if torch.is_grad_enabled() or not places_of(*map(type, tensors)).are_plain or not is_unseen(tensors):
         return function(tensors)
     with _below_autograd():
@@ -72,11 +73,12 @@ def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Ca
 
 
 class Op:
-    """An op of PyTorch's dispatcher that takes no lists of tensors. Mutates only `main_grad`: see `gradient_ops.py`.
+    """An op of PyTorch's dispatcher that takes no lists of tensors and mutates only `main_grad`: see `gradient_ops.py`.
 
-    Replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and results of the
-    function, its fake and `setup_context` may be NamedTuples of tensors and other values. A field of a result may be
-    None: see `PackedSignature`. Calls with a repeated form of operands are replayed: see `Replayed`.
+    This class replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and
+    results of the function, its fake and `setup_context` may be NamedTuples of tensors and other values. A field of a
+    result may be None: see `PackedSignature`. Repeated calls with operands of the same form are replayed: see
+    `Replayed`.
     """
 
     def __init__(self, name: str, function: Callable[..., Any], signature: PackedSignature):
@@ -87,7 +89,7 @@ class Op:
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # methods are not accepted
+        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no bound method
         _LIBRARY.impl(name, self._below, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._node = type(
@@ -189,8 +191,8 @@ class Op:
     def _above_autograd(self, *arguments: Any) -> Any:
         signature = self._signature
         tensors = arguments[0] if signature.has_packed else places_of(*map(type, arguments)).read(arguments)
-        are_plain = places_of(*map(type, tensors)).are_plain  # False for tracers' tensors: sizes may be symbols
-        # Compiled code arrives here without the search for a record in `__call__`.
+        are_plain = places_of(*map(type, tensors)).are_plain  # False for tracers' tensors, whose sizes may be symbols
+        # Compiled code calls this method without `__call__`, so look for a record here.
         if signature.has_packed and are_plain and not torch.is_grad_enabled() and may_replay(tensors):
             with _below_autograd():
                 form = self._replayed.find(arguments[1], tensors)
@@ -233,8 +235,8 @@ class Op:
 
 
 def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
-    """Save a call with packed parameters, and results, for backward. Autograd saves the tensors, and `ctx` keeps the
-    other operands."""
+    """Save the operands of a call with packed parameters, and the results, for backward. Autograd saves the tensors,
+    and `ctx` keeps the other operands."""
     saved = *call.tensors, *results
     ctx.save_for_backward(*saved)
     ctx.places, ctx.others = call.places, call.others
@@ -244,10 +246,10 @@ def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = (
 
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a node saved. Call this function once in a backward.
+    """Return the tensors that a node saved. Call this function once per backward.
 
-    Releases autograd's references, unless the graph is retained. The memory of a tensor is then free as soon as the
-    caller drops the tensor, not only after backward.
+    This function releases autograd's references, unless the graph is retained. The memory of a tensor is then freed
+    when the caller drops the tensor, instead of after backward.
     """
     tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
@@ -255,8 +257,8 @@ def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _with_strides(tensor: Tensor | None, strides: tuple[int, ...] | None) -> Tensor | None:
-    """Return the tensor, or a copy with these strides. Ops read saved tensors through pointers, so strides must not
-    change."""
+    """Return the tensor, or a copy with these strides if its strides differ. Saved-tensor hooks may change strides, but
+    ops read saved tensors through pointers and rely on the strides."""
     if tensor is None or strides is None or tensor.stride() == strides:
         return tensor
     return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
@@ -293,8 +295,8 @@ _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function as an op. The function may write only to the parameters named in `mutates`. It runs on the
-    GPU of its first tensor."""
+    """Return a decorator that registers a function as an op. The function may write only to the parameters named in
+    `mutates`. The op runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         signature = PackedSignature(function)

@@ -16,7 +16,7 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # forms stored per function; with texts of varying length, each number of tokens is a form
+_MOST_FORMS = 512  # forms stored per function; each new number of tokens, such as a text's length, makes a form
 # A form is recorded only after this many calls, because recording takes longer than one replay saves. A model with few
 # layers and a new number of tokens in each step would otherwise record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
@@ -26,10 +26,10 @@ _single_launches: list[str] = []  # reasons to run functions instead of replayin
 
 
 class Form:
-    """All properties of operand tensors that decide what a function computes, except their values.
+    """The properties of operands, except values, that decide what a function computes, such as shapes and dtypes.
 
-    Also holds the record for such operands, or the reason why none can be made. The guards compare shapes, strides,
-    dtypes, devices, types, `requires_grad` and dispatch keys.
+    A form also holds the record for its operands, or the reason why no record can be made. The guards compare shapes,
+    strides, dtypes, devices, types, `requires_grad` and dispatch keys.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -39,19 +39,20 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # outputs -> result; None: result is outputs[0]
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # turns outputs into a result; None: outputs[0]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
 
     def replay(self, tensors: list[Tensor]) -> Any:
-        """Replay the record and return the result. The list `tensors` is changed: see `Record`."""
+        """Replay the record and return the result. The record appends the tensors that it allocates to the list
+        `tensors`, and may replace operands in the list by None."""
         assert self.record is not None
         outputs = self.record(tensors)
         return outputs[0] if self.make is None else self.make(outputs)
 
     def keep(self, recording: Recording, result: Any, frees_operands: bool) -> None:
-        """Make a record, or store the reason why none can be made."""
+        """Make a record, or store the reason why no record can be made."""
         outputs = [result] if isinstance(result, Tensor) else result
         try:
             record = None if recording.obstacle else Record(recording, outputs, frees_inputs=frees_operands)
@@ -74,19 +75,19 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Replayed:
-    """The records of a function that launches kernels and mutates no tensors, except that backward adds to `main_grad`.
+    """The records of a function that launches kernels. The function mutates only `main_grad`, to which backward adds.
 
     The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
     `Record`. Every further call replays the record.
 
-    The function runs each time if single launches or allocations must be seen: with hooks of Triton, MOE_VERIFY, or
-    PyTorch's deterministic fill of uninitialised memory. It also runs each time if its launches cannot be repeated: see
-    `Recording.obstacle`.
+    In every call the function runs instead if Triton's hooks, MOE_VERIFY or PyTorch's deterministic fill of
+    uninitialised memory must see each launch or allocation. The function also runs in every call if its launches cannot
+    be repeated: see `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
-        """With `frees_operands`, each operand is released after its last use. Its memory is then free, unless there are
-        other references."""
+        """With `frees_operands`, a replay drops each operand after its last use. The operand's memory is then free,
+        unless other references exist."""
         self.name = name
         self._frees_operands = frees_operands
         self._forms: dict[Any, list[Form]] = {}
@@ -107,8 +108,9 @@ class Replayed:
         return form if form is not None and form.record is not None and not _sees_launches(device) else None
 
     def run(self, key: Any, tensors: list[Tensor], function: Callable[[list[Tensor]], Any]) -> Any:
-        """Return the function's result. The first tensor's GPU is made current, because Triton launches there. The
-        function may empty the list `tensors`. Ops that the function calls become part of its record."""
+        """Run or replay the function and return its result. The first tensor's GPU becomes the current device, because
+        Triton launches there. The function may empty the list `tensors`. Ops that the function calls become part of its
+        record."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
@@ -176,7 +178,7 @@ class Replayed:
 
 
 def _sees_launches(device: int) -> bool:
-    """Return whether the function must run, because something observes its launches or no kernels exist."""
+    """Return whether functions must run: something observes their launches, or the device has no kernels."""
     if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
         return True
     is_deterministic = torch._C._get_deterministic_algorithms()
@@ -194,6 +196,6 @@ def require_single_launches(reason: str) -> None:
 
 
 def clear_records() -> None:
-    """Forget all records and forms. Every function that changes the choice of kernels calls this."""
+    """Forget all records and forms. Every function that changes the choice of kernels calls this function."""
     for replayed in _all:
         replayed.clear()

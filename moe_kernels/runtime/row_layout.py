@@ -9,7 +9,7 @@ from torch import Tensor
 
 LINE_BYTES = 128  # a cache line; TMA reads a row in pieces of this size
 _LEAST_BYTES = 1024  # shorter rows are not padded: padding could add more than an eighth to their memory
-_COPIED_BYTES = 16  # rows that TMA reads must start at multiples of this number
+_COPIED_BYTES = 16  # TMA reads only rows that start at multiples of this number
 _MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 
 
@@ -26,14 +26,15 @@ def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dt
 
 
 def has_aligned_rows(matrices: Tensor) -> bool:  # [E, M, N]
-    """Return whether all rows, or all columns if those are contiguous, start at multiples of 16 bytes."""
+    """Return whether all rows start at multiples of 16 bytes, or all columns if columns are contiguous."""
     strides = [stride for stride in matrices.stride() if stride != 1]
     distances = [matrices.data_ptr(), *(stride * matrices.element_size() for stride in strides)]
     return not any(distance % _COPIED_BYTES for distance in distances)
 
 
 def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N]
-    """Return uninitialised matrices of the same shape and contiguous axis. Rows start at multiples of 128 bytes."""
+    """Return uninitialised matrices of the same shape and contiguous axis. Contiguous rows or columns start at
+    multiples of 128 bytes."""
     if matrices.stride(2) != 1 and matrices.stride(1) == 1:
         return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
     num_matrices, num_rows, num_columns = matrices.shape
@@ -45,7 +46,8 @@ def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N
 def alignment(*sizes: int) -> int:
     """Return the largest power of two up to 16 that divides all sizes and strides.
 
-    Triton itself only sees whether 16 divides a number. Kernels therefore round sizes down to multiples of the divisor.
-    No size changes, but Triton then sees the divisor, and loads and stores take several elements at once.
+    Triton itself sees only whether 16 divides a number. Kernels therefore round each size down to a multiple of the
+    returned divisor. Rounding changes no size, but shows Triton the divisor, so that loads and stores take several
+    elements at once.
     """
     return math.gcd(_MOST_ALIGNED, *sizes)

@@ -47,7 +47,7 @@ elif HAS_TRITON:
     import triton
     import triton.language as tl
 
-    # Triton reads this setting when a kernel is defined, so one read here is enough.
+    # Triton reads this setting when a kernel is defined, so reading the setting once is enough.
     INTERPRET = bool(triton.knobs.runtime.interpret)
     TRITON_VERSION = version_numbers(triton.__version__)
     sort = tl.sort
@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort by NumPy, because `tl.sort` takes tenths of a second: the interpreter runs each exchange as an op."""
+        """Sort by NumPy. In `tl.sort`, the interpreter runs each exchange as an op, which takes tenths of a second."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 

@@ -10,7 +10,7 @@ def upload(op: str, values: Tensor, out: Tensor) -> Tensor:
     """Copy the CPU tensor `values` to `out` on any device, with one asynchronous copy from pinned memory. Return `out`.
 
     Raises:
-        NotImplementedError: during CUDA graph capture. A replay would copy from memory that has been reused.
+        NotImplementedError: a CUDA graph is being captured. A replay would copy pinned memory that has been reused.
     """
     if not out.is_cuda:
         return out.copy_(values)

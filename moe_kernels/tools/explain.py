@@ -1,4 +1,4 @@
-"""Report which kernels run for an expert layer on this machine, why no faster ones do, and whether they are accurate.
+"""Report which kernels run for an expert layer here, why no faster kernels run, and whether results are accurate.
 
     python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
     python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
@@ -79,7 +79,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
-    # The kernel that fits these operands best comes first, because the reason why it cannot run is the most useful.
+    # Put the kernel that fits these operands best first. The reason why this kernel cannot run is the most useful one.
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )
@@ -177,7 +177,7 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
     """Check a small layer, forward and backward, against the error budget.
 
     Raises:
-        AssertionError: names the result that exceeds the budget, and by how much.
+        AssertionError: a result exceeds the budget. The message says which result and by how much.
     """
 
     def draw(seed: int) -> tuple[Tensor, ...]:
@@ -194,11 +194,11 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 
 def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Check that a small layer with `precision="fp8"`, forward and backward, stays within the error of e4m3
-    operands.
+    """Check a small layer with `precision="fp8"`, forward and backward. Each result may differ from the reference by
+    0.09 times the norm of the reference.
 
     Raises:
-        AssertionError: names the result that differs too much.
+        AssertionError: a result differs by more. The message names the result.
     """
     inputs = make_inputs(_SMALL, dtype, device)
     weights, permutation = make_permutation(inputs, _SMALL.top_k)
@@ -208,7 +208,7 @@ def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> N
 
     operands = inputs.tokens, weights, inputs.w_up, inputs.w_down
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the layer is too small to be fast
+        warnings.simplefilter("ignore")  # ignores the warning that fp8 may be slow in a small layer
         actual = run_with_grads(partial(layer, partial(fused_experts, precision="fp8")), operands)
     expected = run_with_grads(partial(layer, reference.fused_experts), operands)
     for name, a, e in zip(_RESULTS, actual, expected, strict=True):
@@ -220,7 +220,7 @@ def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> N
 def check_numbers(
     steps: list[Step], dtype: torch.dtype, device: str, activation: str, precision: str | None = None
 ) -> bool:
-    """Return whether a small layer, and on a GPU each selected kernel, meet the error budget."""
+    """Check a small layer and each selected kernel, and print the outcome. Return whether all meet the budget."""
     implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
     check_layer = check_small_layer if precision is None else check_small_fp8_layer
     checks = {f"small layer ({implementation} on {device})": partial(check_layer, dtype, device, activation)}
@@ -268,8 +268,8 @@ def add_command(commands: Any) -> None:
 
 
 def print_records(dtype: torch.dtype, device: str, activation: str, precision: str | None) -> None:
-    """Print for each op of a small layer, forward and backward, whether a repeated call replays its recorded launches,
-    and if not, why."""
+    """Print for each op of a small layer, forward and backward, whether a repeated call replays recorded launches. If
+    not, print the reason."""
     inputs = make_inputs(_TINY, dtype, device)
     weights, permutation = make_permutation(inputs, _TINY.top_k)
 
@@ -279,7 +279,7 @@ def print_records(dtype: torch.dtype, device: str, activation: str, precision: s
 
     clear_records()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the layer is too small to be fast
+        warnings.simplefilter("ignore")  # ignores the warning that fp8 may be slow in a small layer
         for _ in range(CALLS_BEFORE_RECORD + 1):
             run_with_grads(layer, (inputs.tokens, weights, inputs.w_up, inputs.w_down))
     for op, found in states().items():

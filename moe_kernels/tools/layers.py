@@ -1,4 +1,4 @@
-"""Expert layers of given sizes, and their GEMMs with every combination of gather and epilogue to measure."""
+"""Makes expert layers of given sizes, and lists their GEMMs in every combination of gather and epilogue to measure."""
 
 from __future__ import annotations
 
@@ -71,12 +71,14 @@ class Layer(NamedTuple):
         return self.topk_experts.numel()
 
     def plan(self, target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True) -> list[Step]:
-        """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights are frozen.
+        """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights get no gradients.
 
-        If no kernel computes the activation in its epilogue, there are two steps "up", and the first has no kernel.
+        If no kernel computes the activation in its epilogue, two steps "up" are returned, the first without a kernel.
 
         Args:
-            target, copies, fuses: as in `selection.planning`. With a target all tensors may be meta tensors.
+            target: a GPU to select kernels for; tensors may then be meta tensors. None, the default: the tensors' GPU.
+            copies: which gathers are separate copies. None, the default, lets the op choose.
+            fuses: whether a GEMM may have an activation in its epilogue; True by default.
         """
         weights, names = ExpertWeights(self.w_up, self.w_down), list(TRAINED)
         needed = {"tokens", "topk_weights", "w_up", "w_down"}
@@ -99,8 +101,8 @@ class Layer(NamedTuple):
     def forms(self) -> Iterator[tuple[str, Step]]:
         """Yield the name and step of each GEMM to measure, except GEMMs with the activation's gradient as epilogue.
 
-        A name is the name of the step, with "_gather" if rows are gathered instead of copied, and "_plain" for an "up"
-        without activation.
+        A name is that of the step, followed by "_plain" for an "up" without activation, and by "_gather" if rows are
+        gathered instead of copied.
         """
         for copies in (_EVERY, _NONE):
             ending = "" if copies is _EVERY else "_gather"

@@ -1,14 +1,14 @@
 """Measure ahead of time which kernels are fastest, and show and verify the measurements.
 
     python -m moe_kernels tune 16384,2048,768,128,8 8192,4096,14336,8,2      # T, D, F, E, K of each layer
-    python -m moe_kernels tune --lists 4x512 64x128 --jagged 131072,2048,2048,16     # G x N; R, K, N, G
+    python -m moe_kernels tune --lists 4x512 64x128 --jagged 131072,2048,2048,16     # GxN: G products of N x N; R,K,N,G
     python -m moe_kernels tune 16,2048,768,128,8 --quantized fp8 mxfp4
     python -m moe_kernels tune 32768,4096,1024,128,8 --precision fp8
     python -m moe_kernels show
     python -m moe_kernels verify
 
-`tune` writes the table after every measurement and skips entries that the table has. A second run continues where the
-first one stopped. The exit status is 1 if the time did not suffice, or if an entry is wrong.
+`tune` writes the table after every measurement and skips entries that the table already has, so a second run continues
+where the first run stopped. The exit status is 1 if `tune` runs out of time or `verify` finds a wrong entry.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def verify_command(options: argparse.Namespace) -> int:
 
 
 def verify(table: Table, device: torch.device | str) -> dict[str, str]:
-    """Run every entry's kernel on random operands and check the results. Return the error of each wrong entry by
-    key."""
+    """Run every entry's kernel on random operands and check the results. Return a dictionary from the key of each wrong
+    entry to its error."""
     errors = {}
     for key, name in tqdm(table.kernels.items(), unit="entry"):
         if error := _error(key, name, device):
@@ -111,7 +111,7 @@ def _error(key: str, name: str, device: torch.device | str) -> str | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """Return the kernel of this name, or None. The catalog does not list kernels for every epilogue."""
+    """Return the kernel of this name, or None. Also find kernels with an epilogue that the catalog does not list."""
     for kernel in get_kernels():
         if kernel.metadata.kernel_name == name:
             return kernel

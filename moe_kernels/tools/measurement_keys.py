@@ -27,7 +27,7 @@ def arguments_of(key: str, device: torch.device | str) -> Arguments:
     """Return arguments with random operands and the largest number of rows that the key covers.
 
     Raises:
-        ValueError: the key is no `Arguments.table_key`, or it is one of `ActivationGradientArguments`.
+        ValueError: the key was not made by `Arguments.table_key`, or was made for an `ActivationGradientArguments`.
     """
     form, *words = key.split(" ")
     pairs = (word.split("=", 1) for word in words if "=" in word)
@@ -49,7 +49,7 @@ class _Operands:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def matrix(self, *shape: int, layout: str, scale: float = 1.0) -> Tensor:
-        """Return [..., K, N] stored by rows or by columns."""
+        """Return random matrices [..., K, N] whose elements are stored by rows or by columns."""
         *batch, rows, columns = shape
         stored = self.normal(*batch, columns, rows).mT if layout == "column" else self.normal(*shape)
         return stored.mul_(scale)
@@ -123,7 +123,7 @@ def _gemm(make: _Operands, *, B: str, G: int, K: int, N: int, rows: int, epilogu
 
 
 def _list(make: _Operands, *, A: str, B: str, G: int, M: int, N: int, K: int, area: int, epilogue: str | None = None):
-    """Return problems of the largest sizes that the key covers. Their sum of M * N may exceed the key's `area`."""
+    """Return products of the largest sizes that the key covers. The sum of their M * N may exceed the key's `area`."""
     a_list = [make.matrix(M, K, layout=_of(A, g)) for g in range(G)]
     b_list = [make.matrix(K, N, layout=_of(B, g)) for g in range(G)]
     out_list = [make.empty(M, N) for _ in range(G)]

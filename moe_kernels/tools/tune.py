@@ -1,4 +1,4 @@
-"""Measurement of the fastest kernels for layers and GEMMs. `python -m moe_kernels tune` writes the result as a table.
+"""Measures which kernels are fastest for layers and GEMMs. `python -m moe_kernels tune` writes the result as a table.
 
 A kernel enters the table only after its result was checked against the reference in float64.
 """
@@ -44,7 +44,7 @@ _Form = TypeVar("_Form", bound=Arguments)
 
 
 def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of each function. The functions take turns, so that drifting clocks affect all."""
+    """Return the median milliseconds of each function. The functions take turns, so that clock drift affects all."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for round_number in range(_ROUNDS + 1):  # round 0 warms up
         for name, function in functions.items():
@@ -54,8 +54,8 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of CUDA graph replays. Replays exclude host time, because a longer computation
-    would hide it."""
+    """Return the median milliseconds of each function in a CUDA graph. Graph replays exclude host time, which longer
+    computations would hide anyway."""
     graphs = {name: captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -112,12 +112,12 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; if that is a kernel, the call pins it
-    measure: Callable[[], Table]  # a table of this entry alone; empty if no kernel supports the arguments
+    is_known: Callable[[Table], bool]  # whether the table has the entry; the call also pins the entry's kernel
+    measure: Callable[[], Table]  # makes a table of this entry alone; an empty table if no kernel fits
 
 
 class Job(NamedTuple):
-    """The entries of one layer, list of products or jagged GEMM. Operands are made when `entries` is iterated."""
+    """The entries of one layer, list of products or jagged GEMM. Iterating over `entries` makes the operands."""
 
     label: str
     entries: Callable[[], Iterator[Entry]]
@@ -143,8 +143,8 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be fastest. Omit pointer kernels if others exist, except for grouped GEMMs with fewer
-    than 64 rows per group."""
+    """Return the kernels that may be fastest. Omit kernels that load through pointers if others exist, except for
+    grouped GEMMs with fewer than 64 rows per group."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -153,8 +153,8 @@ def candidates(args: Arguments) -> list[Kernel]:
 
 
 def fastest(args: Arguments) -> Measured | None:
-    """Check the results of all candidates, then return the fastest one. Among times up to 3% above the
-    shortest, the rule of thumb decides."""
+    """Check the results of all candidates, then return the fastest one. If times of several kernels exceed the shortest
+    time by at most 3 %, the rule of thumb decides between these kernels."""
     kernels = candidates(args)
     if not kernels:
         return None
@@ -166,8 +166,8 @@ def fastest(args: Arguments) -> Measured | None:
 def _fastest_run(args: Arguments, runs: dict[Kernel, Callable[[], object]]) -> Measured:
     times = measure_replays({kernel.metadata.kernel_name: run for kernel, run in runs.items()})
     _print(args.table_key(), times)
-    # Among nearly equal times, the rule of thumb decides. It prefers large tiles, which draw less power: in training,
-    # a GPU that draws less power keeps higher clocks.
+    # Among nearly equal times, the rule of thumb decides, because it prefers large tiles. Large tiles draw less power,
+    # and in training, a GPU that draws less power keeps higher clocks.
     close = [k for k in runs if times[k.metadata.kernel_name] <= _NEARLY * min(times.values())]
     kernel = best_first(close, args, measured=None)[0]
     return Measured(kernel, times[kernel.metadata.kernel_name])
@@ -178,7 +178,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer: measure the kernels of its GEMMs, then which gathers to make copies (`Copies`)."""
+    """Return the job of one layer: measure the kernels of its GEMMs, then which gathers are faster as copies."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -195,7 +195,7 @@ def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) ->
     """Return the job of one layer's GEMMs with quantised weights, or with e4m3 operands.
 
     Args:
-        settings: those of `layer_of`.
+        settings: keyword arguments of `layer_of`.
     """
     label = f"{settings.get('format') or settings.get('precision')} {_label(case)}"
 
@@ -241,7 +241,7 @@ def copies_name(copies: Copies) -> str:
 
 
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
-    """Check the results of all kernels for products in one launch, then return the fastest one."""
+    """Check the results of all kernels that compute a list of products in one launch. Return the fastest kernel."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
     problems = {}  # kept alive, because the graphs read the problems' tables
     for kernel in get_kernels(args):
@@ -252,7 +252,7 @@ def fastest_list(args: GroupedGemmListArguments) -> Measured:
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of square products in three layouts: A and B by rows, B by columns, and A by columns."""
+    """Return the job of a list of square products in 3 layouts: all by rows, only B by columns, only A by columns."""
     layouts = ((False, False), (False, True), (True, False))
 
     def entries() -> Iterator[Entry]:
@@ -266,7 +266,7 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of packed rows times one shared matrix, stored by rows and by columns."""
+    """Return the job of packed rows times one shared matrix, which is stored by rows, then by columns."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups

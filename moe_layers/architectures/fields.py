@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-# Names of the objects in a config.json that may hold the configuration of a composite model's language model.
+# Objects in a composite model's config.json that may hold the configuration of its language model.
 NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _MISSING = object()
 
@@ -18,7 +18,7 @@ class ModelConfig:
 
     Attributes:
         values: the JSON object that holds the fields.
-        layer: index of the layer whose entry is read from lists.
+        layer: index of the layer whose entry is read from fields that are lists. Default: 0.
         required: names of fields that must exist, even if the caller gives a default.
     """
 
@@ -37,7 +37,7 @@ class ModelConfig:
         return ModelConfig(value, self.layer, self.required)
 
     def integer(self, *names: str, default: object = _MISSING, minimum: int = 0) -> int:
-        """Return the first existing field among the names.
+        """Return the value of the first field that exists among the names.
 
         Raises:
             ValueError: no field exists and no default is given, or its value is not an integer of at least `minimum`.

@@ -19,7 +19,7 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """Read DBRX's router. `moe_normalize_expert_weights` is the p of the norm that divides the weights. Default: 1.
+    """Read DBRX's router, which divides weights by their p-norm. `moe_normalize_expert_weights` is p; the default is 1.
 
     If this field is null, weights are not normalised.
     """
@@ -71,8 +71,8 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises.
 
     Raises:
-        ValueError: a table chooses the layer's experts by token id: "hash_moe", the default of the first 3 layers
-            (`num_hash_layers`).
+        ValueError: a table chooses the layer's experts by token id. The configuration calls this "hash_moe", the
+            default for the first `num_hash_layers` layers (3 by default).
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"
     if config.choice("mlp_layer_types", ("moe", "hash_moe"), default) == "hash_moe":

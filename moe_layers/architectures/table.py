@@ -55,8 +55,8 @@ def _clamped(config: ModelConfig) -> Activation:
 
 
 def _step_activation(limits: str) -> Callable[[ModelConfig], Activation]:
-    """Return a reader of Step 3.5's activation, whose limit differs by layer. A missing limit or 0 means no
-    clamping."""
+    """Return a reader of Step 3.5's activation, whose limit differs by layer. If the limit is missing or 0, the
+    activation does not clamp."""
 
     def read(config: ModelConfig) -> Activation:
         config.refuse_unless(hidden_act="silu")
@@ -72,7 +72,8 @@ def _one_shared(config: ModelConfig) -> int:
 
 
 def _several_shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
-    """Return a reader of the total d_ff of the shared experts. Together they equal one expert of this d_ff."""
+    """Return a reader of the shared experts' total d_ff. One expert with this d_ff equals all shared experts
+    together."""
     names = d_ff or ("moe_intermediate_size",)
     return lambda config: config.integer(*_NUM_SHARED, **default) * config.integer(*names) or None
 
@@ -83,13 +84,13 @@ def _shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """The fields of an architecture's configuration that describe its MoE block.
+    """Describes how to read the settings of an architecture's MoE block from its configuration.
 
     Attributes:
         d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that config.json must hold, because the functions above and the model's configuration class
-            have different defaults.
+        required: fields that config.json must hold. This module and the model's configuration class have different
+            defaults for these fields.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -139,7 +140,7 @@ class Architecture:
         return config.nested(self.sizes_in) if self.sizes_in else config
 
     def expert_sizes(self, config: ModelConfig) -> tuple[int, int]:
-        """Return the number of experts, without zero experts, and their hidden size."""
+        """Return the number of experts, without zero experts, and the d_ff of one expert."""
         sizes = self._sizes(config)
         return sizes.integer(*_NUM_EXPERTS, minimum=1), sizes.integer(self.d_ff, minimum=1)
 
@@ -207,7 +208,7 @@ ARCHITECTURES = {
     ),
     "dbrx": Architecture(routers.dbrx, d_ff="ffn_hidden_size", activation=_dbrx_activation, sizes_in="ffn_config"),
     "gpt_oss": _GPT_OSS,
-    "openai_privacy_filter": _GPT_OSS,  # the block divides weights by k and multiplies its output by k: no effect
+    "openai_privacy_filter": _GPT_OSS,  # the block divides weights by k and multiplies its output by k, which cancels
     "granitemoe": _GRANITE,
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": replace(_GRANITE, required=("shared_intermediate_size",)),

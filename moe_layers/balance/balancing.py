@@ -44,7 +44,7 @@ class BalanceLosses:
             "choices", the experts that the router chose.
 
     Raises:
-        ValueError: a coefficient is negative or not finite, the score or count is unknown, or no loss needs the group.
+        ValueError: a coefficient is negative or not finite, the score or count is unknown, or no loss uses `group`.
     """
 
     switch: float = 0.0
@@ -113,9 +113,9 @@ def global_expert_counts(
     group: ProcessGroup | None = None,
     accumulated_counts: Tensor | None = None,  # [E] integers
 ) -> Tensor:  # [E] int64
-    """Return each expert's number of slots in a global batch: this call and `accumulated_counts`, summed over `group`.
+    """Return each expert's number of slots in a global batch: this call plus `accumulated_counts`, summed over `group`.
 
-    Communicates E integers and no gradient. Needs no host synchronisation.
+    The function communicates E integers and no gradient, and needs no host synchronisation.
 
     Shapes: accumulated_counts [E] integers; result [E] int64.
 
@@ -124,7 +124,7 @@ def global_expert_counts(
         accumulated_counts: this rank's counts from other calls in the same optimizer step.
 
     Raises:
-        ValueError: `accumulated_counts` has another shape or no integers, or there are several ranks and no group.
+        ValueError: `accumulated_counts` has another shape or no integers, or several ranks have no group.
     """
     own = routing.choices_per_expert
     if accumulated_counts is not None:
@@ -133,8 +133,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# A registered op lets a checkpointed region save the result. A recomputation then does not communicate again. Counts
-# that were accumulated since the forward do not change the recomputed loss.
+# Use a registered op, because a checkpointed region can save its result. A recomputation then does not communicate
+# again, and counts that were accumulated after the forward do not change the recomputed loss.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -153,17 +153,17 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
     """Update the selection biases of a layer or model, to balance experts without a loss. Call once per optimizer step.
 
     The selection bias of an expert rises by `rate` if the expert was chosen less often than the mean since the last
-    call. The bias falls by `rate` if the expert was chosen more often. Forwards count in training mode, but recomputed
-    forwards do not. Slots beyond a capacity count, but padding does not. Counts are integers and are summed
-    over `group` in one collective for all routers, so that biases stay equal on all ranks. Counts are then reset to
+    call. The bias falls by `rate` if the expert was chosen more often. Forwards in training mode are counted, but
+    recomputed forwards are not. Slots beyond a capacity are counted, but padding is not. One collective for all routers
+    sums the counts over `group`. Counts are integers, so that biases stay equal on all ranks. Counts are then reset to
     zero.
 
-    A transformers model with `e_score_correction_bias` counts its forwards from `balance_routing(model)` on.
+    Forwards of a transformers model with `e_score_correction_bias` are counted once `balance_routing(model)` has run.
 
     Source: algorithm 1 of https://arxiv.org/abs/2408.15664.
 
     Args:
-        group: the ranks that share a batch. Required if there are several ranks.
+        group: the ranks that share a batch. The default None raises if there are several ranks.
 
     Raises:
         ValueError: no router has a selection bias. A bias is sharded, has fewer than 32 bits or is on another device
@@ -209,8 +209,8 @@ def _prepare_counts(router: Any, bias: Tensor) -> None:
 
 @torch.no_grad()
 def carry_expert_counts(model: nn.Module) -> None:
-    """Include the counts of earlier micro-batches in the following global-batch losses. Call this function between the
-    micro-batches of an optimizer step.
+    """Include the counts of earlier micro-batches in the global-batch losses of later micro-batches. Call this function
+    between the micro-batches of an optimizer step.
 
     Raises:
         ValueError: the model has no MoE layer.
@@ -224,7 +224,7 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Reset expert counts for the next global batch. Call this after an optimizer step with `carry_expert_counts`.
+    """Reset expert counts for the next global batch. Call this function after each step with `carry_expert_counts`.
 
     Raises:
         ValueError: the model has no MoE layer.

@@ -1,7 +1,8 @@
 """Auxiliary losses as plain functions of a layer's routing, and their attachment to a layer's output.
 
-Every loss ignores padding tokens and is 0 for no tokens. Permutations of experts or tokens do not change a loss (tokens
-within their sequences, if sequences matter). The losses differ in how they react to splitting a batch:
+Every loss ignores padding tokens and is 0 if there are no tokens. Permutations of experts or tokens do not change a
+loss. In the loss over sequences, tokens may be permuted only within a sequence. The losses differ in how they react to
+splitting a batch:
 
 | loss | at perfect balance | sum of the losses of a batch's calls |
 |---|---|---|
@@ -12,8 +13,8 @@ within their sequences, if sequences matter). The losses differ in how they reac
 | `router_z_loss` | (ln E + c) ** 2 where all logits are c | given `num_tokens`, the loss of the batch |
 
 `num_tokens` is the number of tokens, without padding, of all calls whose losses are added: over micro-batches, and over
-ranks if their gradients are summed. Each loss is then weighted by its call's share of the tokens. By default
-(`num_tokens=None`), a loss covers only its own call; average such losses over the calls.
+ranks if gradients are summed over ranks. With `num_tokens`, each loss is weighted by its call's share of the tokens. By
+default (`num_tokens=None`), a loss covers only its own call. Average losses without `num_tokens` over the calls.
 """
 
 from __future__ import annotations
@@ -46,16 +47,16 @@ def load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return the Switch Transformer's loss: num_experts * sum_e f_e * P_e, over the tokens of this call.
 
-    f_e is the share of slots that chose expert e, before capacities (no gradient). P_e is expert e's mean probability.
-    The loss is 1 at perfect balance, for every top_k. The loss does not change with permutations of experts or tokens,
-    nor with padding. The loss depends on how a batch is split into calls, because f and P are means over one call.
+    f_e is the share of slots that chose expert e, before capacities and without gradient. P_e is expert e's mean
+    probability. The loss is 1 at perfect balance, for every top_k. Permutations of experts or tokens, and padding, do
+    not change the loss. The loss depends on how a batch is split into calls, because f and P are means over one call.
 
     Shapes: result scalar.
 
     Source: equations 4 to 6 of https://arxiv.org/abs/2101.03961, with top_k slots per token.
 
     Args:
-        num_tokens: see the module's docstring.
+        num_tokens: number of tokens of all calls whose losses are added. Default None: the tokens of this call.
         score: "softmax", "sigmoid" or "sqrt_softplus". Probabilities are these scores divided by their sum.
 
     Raises:
@@ -73,9 +74,10 @@ def global_load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return `load_balancing_loss` with the shares f_e of a larger batch that includes this call.
 
-    The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its calls add up
-    to the loss of the larger batch. Without `num_tokens`, the mean over calls of equally many tokens equals the loss
-    of the larger batch. The loss is 1 at perfect balance, and ignores padding and the order of experts and tokens.
+    The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its calls add up to
+    the loss of the larger batch. Without `num_tokens`, the mean over calls of equally many tokens equals the loss of
+    the larger batch. The loss is 1 at perfect balance. Padding and the order of experts and tokens do not change the
+    loss.
 
     Shapes: expert_counts [E] integers; result scalar.
 
@@ -85,7 +87,7 @@ def global_load_balancing_loss(
         expert_counts: each expert's number of slots in the larger batch, from `global_expert_counts`.
 
     Raises:
-        ValueError: as for `load_balancing_loss`, or `expert_counts` has another shape or is not of integers.
+        ValueError: as for `load_balancing_loss`, or `expert_counts` has another shape or does not hold integers.
     """
     num_experts = routing.logits.shape[1]
     if expert_counts.shape != (num_experts,) or expert_counts.is_floating_point():
@@ -102,7 +104,7 @@ def sequence_load_balancing_loss(
     """Return the mean over sequences of `load_balancing_loss`, weighted by each sequence's share of the tokens.
 
     The shares f_e count the experts with each token's highest scores, as many experts as the router chose. A selection
-    bias, groups, noise or an assignment do not change the highest scores. Megatron-Core counts the same way.
+    bias, groups, noise or an assignment do not change which scores are highest. Megatron-Core counts the same experts.
 
     The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
     sequences or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence
@@ -113,7 +115,7 @@ def sequence_load_balancing_loss(
     Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 with score="sigmoid". Equation 18 defines the count.
 
     Args:
-        count: "scores" as above, or "choices": the experts that the router chose.
+        count: "scores" (default) counts the experts with the highest scores, "choices" the experts that were chosen.
 
     Raises:
         ValueError: as for `load_balancing_loss`, the count is unknown, or `sequence_lengths` are missing or do not fit.
@@ -138,9 +140,9 @@ def sequence_load_balancing_loss(
 def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the squared coefficient of variation of the experts' importance.
 
-    An expert's importance is the sum of its routing weights. Slots beyond a capacity count. The loss is 0 at perfect
-    balance. The loss does not change with permutations of experts or tokens, padding, or a factor on all weights. The
-    loss depends on the split of a batch into calls, because the variation is that of one call.
+    An expert's importance is the sum of its routing weights, including slots beyond a capacity. The loss is 0 at
+    perfect balance. The loss does not change with permutations of experts or tokens, padding, or a factor on all
+    weights. The loss depends on the split of a batch into calls, because the variation is that of one call.
 
     Shapes: result scalar.
 
@@ -247,8 +249,8 @@ _ONE_ORDER = (
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. Only first-order gradients
-    are right, because a second differentiation would run this backward again."""
+    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. A second differentiation raises
+    NotImplementedError, because it would run this backward again and give wrong gradients."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:

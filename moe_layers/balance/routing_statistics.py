@@ -30,12 +30,13 @@ class RoutingStatistics(NamedTuple):
         dropped_per_expert: [E] int64, number of slots beyond each expert's capacity.
         dead_experts: ids of the experts that got no token; empty before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
-        margin: lowest selection key (`RoutingObserver`) of chosen experts minus highest of others, mean over tokens.
-        smallest_margin: minimum margin. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
+        margin: a token's lowest selection key of chosen experts minus highest key of others, averaged over tokens.
+        smallest_margin: minimum over tokens; 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
         max_violation: max / mean - 1 of the experts' slots before capacities; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
-        aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without any.
+        aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without such
+            forwards.
     """
 
     num_calls: int
@@ -59,11 +60,11 @@ class RoutingStatistics(NamedTuple):
 
 
 class RoutingObserver:
-    """Sums statistics over a layer's forwards. Only reading synchronises the host. Recomputations do not count.
+    """Sums statistics over a layer's forwards, without recomputed forwards. Only `read` synchronises the host.
 
-    A margin is a difference between selection keys: logits or scores with their bias, within the selectable groups. A
-    margin is infinite if all selectable experts or none were chosen. Margins mean little with an assignment.
-    Violations count slots before capacities.
+    A selection key is an expert's logit or score plus its bias, or -inf in a group that cannot be selected. A margin is
+    the lowest key of the chosen experts minus the highest key of the others. A margin is infinite if all selectable
+    experts or none were chosen. Margins mean little with an assignment. Violations count slots before capacities.
 
     Args:
         router: the layer's router, on its final device; for a transformers model, the `AttachedRouter`.
@@ -103,7 +104,7 @@ class RoutingObserver:
         Args:
             kept: the choices within capacities. Default None: all choices.
             token_mask: False for padding. Default None: no padding.
-            keys: selection keys. The default None computes them by the settings of the layer's `TopKRouter`.
+            keys: selection keys. The default None computes keys by the settings of the layer's `TopKRouter`.
             aux_loss: the forward's auxiliary loss. Default None: the forward has no auxiliary loss.
 
         Raises:
@@ -125,7 +126,7 @@ class RoutingObserver:
         """Return the statistics so far, on the CPU. Synchronises with the GPU.
 
         Args:
-            group: ranks over which to sum. Every rank must call this method. `num_calls` is summed, too, and
+            group: ranks whose statistics are combined. Every rank must call this method. `num_calls` is summed, too.
                 `wasted_rows` assumes that a tile holds the tokens of one rank. Default None: this rank alone.
         """
         counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]
@@ -156,7 +157,7 @@ class RoutingObserver:
         )
 
 
-# A registered op lets compiled code check `is_in_backward` at each run instead of once during tracing.
+# Use a registered op, so that compiled code checks `is_in_backward` in each run instead of once during tracing.
 @torch.library.custom_op("moe_layers::add_forward", mutates_args=("counts", "sums"))
 def add_forward(
     counts: Tensor,
@@ -180,7 +181,7 @@ def add_forward(
 
 
 def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int) -> None:
-    """Compute `add_routing_statistics` in float64, on every device."""
+    """Add the same statistics as `add_routing_statistics`, in plain PyTorch and float64, on every device."""
     logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
     is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask

@@ -139,7 +139,7 @@ def _layout_names() -> tuple[str, ...]:
 
 
 def _checkpoints(directory: Path) -> list[Path]:
-    """Return the directory itself, or its subdirectories that are checkpoints."""
+    """Return the directory itself if it is a checkpoint, else its subdirectories that are checkpoints."""
     if (directory / CONFIG).is_file():
         return [directory]
     children = sorted(path.parent for path in directory.glob(f"*/{CONFIG}"))

@@ -1,4 +1,4 @@
-"""The dispatcher sends tokens to experts and returns their outputs. Expert parallelism replaces only the dispatcher."""
+"""Dispatchers send tokens to experts and return the outputs. Expert parallelism replaces only the dispatcher."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .grouped import ExpertRows, GroupedExperts
 
 
 class Pending(NamedTuple):
-    """The outputs of the experts, which may still be in flight.
+    """The outputs of the experts, which may not be complete yet.
 
-    `wait` returns the outputs [T, D] for use on the current stream. The host does not wait for the GPU.
+    `wait` returns the outputs [T, D] for use on the current stream, without host synchronisation.
     """
 
     offsets: Tensor  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
@@ -27,7 +27,7 @@ class LocalDispatcher:
     """Sorts the slots by expert and calls the experts once. Slots of experts that the layer does not hold add nothing.
 
     Args:
-        first_expert: id of the first expert that the layer holds.
+        first_expert: id of the first expert that the layer holds. Default: 0.
     """
 
     def __init__(self, first_expert: int = 0):
@@ -39,7 +39,7 @@ class LocalDispatcher:
         return self.combine(experts(rows), rows)
 
     def dispatch(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> ExpertRows:
-        """Return the rows of this rank's experts."""
+        """Sort the slots by expert, and return the input of this rank's experts."""
         local = slots.topk_experts - self.first_expert if self.first_expert else slots.topk_experts
         permutation = sort_by_expert(
             local, experts.num_experts, max_rows=slots.max_rows, implementation=experts.implementation

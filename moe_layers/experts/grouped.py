@@ -1,7 +1,7 @@
 """A module with the parameters of E expert feed-forwards. Its forward is one call into `moe_kernels`.
 
-Weights are [E, out, in], like nn.Linear with an expert axis in front. `w_up` [E, 2F, D] holds the gate rows, then the
-up rows of each expert. With a plain activation it is [E, F, D], the up rows alone. `w_down` is [E, D, F]. Biases are
+Weights are [E, out, in], like nn.Linear with an expert axis in front. For each expert, `w_up` [E, 2F, D] holds the gate
+rows, then the up rows. Without a gate, `w_up` is [E, F, D] and holds only up rows. `w_down` is [E, D, F]. Biases are
 `b_up` [E, 2F] or [E, F], and `b_down` [E, D].
 """
 
@@ -37,7 +37,7 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. It computes a chunk while it transfers others.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. Computation and transfer of chunks overlap.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
@@ -49,26 +49,27 @@ class ExpertRows(NamedTuple):
 
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32
-    permutation: Permutation | None  # order of the slots; None with a plan
+    permutation: Permutation | None  # order of the slots; None if a plan is given
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
-    plan: ChunkPlan | None = None  # None for one call of `fused_experts`
+    plan: ChunkPlan | None = None  # None: compute all rows in one call
     route: Any = None  # data with which the dispatcher sends the outputs back
 
 
 class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
-    `MoEConfig`, `RouterSpec` and `MoEFeedForward` describe the arguments of the same names.
+    `MoEConfig`, `RouterSpec` and `MoEFeedForward` document the arguments of the same names.
 
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
-            and `w_down.main_grad`, and does not change `grad`. The gradient's kernel does the addition: it
-            accumulates in float32 and rounds only the new sum. Hooks of these weights get no gradient, and
-            `DistributedDataParallel` does not average `main_grad`, so the caller must average it. Default False; may
-            be changed at any time.
+            and `w_down.main_grad`, and does not change `grad`. The kernel of the weight gradient accumulates in
+            float32, adds to `main_grad` and rounds only the new sum. Hooks of these weights get no gradient, and
+            `DistributedDataParallel` does not average `main_grad`, so the caller must average `main_grad`. Default:
+            False. The attribute may be changed at any time.
 
     Raises:
-        ValueError: a size is not positive, or with a `precision` not a multiple of 16; or a name is unknown.
+        ValueError: a size is not positive, a name is unknown, or `precision` is set and d_model or d_ff is not a
+            multiple of 16.
     """
 
     def __init__(
@@ -123,10 +124,9 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weights from a normal distribution, with standard deviation `init_std` by default, and set biases to
-        zero.
+        """Draw the weights from a normal distribution (default `std`: `init_std`), and set biases to zero.
 
-        Adapters are reset, too, and then change no output.
+        Adapters are reset, too, and then do not change the output.
         """
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
@@ -142,10 +142,10 @@ class GroupedExperts(nn.Module):
             adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
-        """Keep only the parameters of `experts`. `num_experts` is the number of the layer's experts.
+        """Keep only the parameters of `experts`. `num_experts` is the number of all experts of the layer.
 
         Raises:
-            ValueError: `experts` is not a range within the layer's experts, or some were dropped before.
+            ValueError: `experts` is not a range within the layer's experts, or experts were dropped or sharded before.
         """
         if not isinstance(experts, range) or experts.step != 1 or not experts:
             raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
@@ -156,7 +156,7 @@ class GroupedExperts(nn.Module):
             )
         self.check_divisible("keep_local_experts")
         for name, parameter in list(self.named_parameters()):
-            if len(parameter) == num_experts:  # the others are adapter factors that all experts share
+            if len(parameter) == num_experts:  # all other parameters are factors that the experts share
                 kept = parameter.detach()[experts.start : experts.stop].clone()
                 self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
@@ -173,7 +173,7 @@ class GroupedExperts(nn.Module):
         setattr(self.get_submodule(owner), leaf, parameter)
 
     def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
-        """Send each token through its experts and sum the outputs with its routing weights."""
+        """Compute each token with its experts, and sum the outputs with the token's routing weights."""
         adapters = active_adapters(self.lora, self.local_share)
         self._check(rows, adapters)
         weights = self._weights()
@@ -181,7 +181,7 @@ class GroupedExperts(nn.Module):
         return call_with_autocast_rules(compute, rows.tokens, *weights)
 
     def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
-        """Compute router and experts as one op. `whole_op.py` decides when this is allowed."""
+        """Compute router and experts as one op. Call only if `runs_as_one_op` returned True."""
         parts, w_router = self._weights(), router.weight
         if not any_autocast_is_enabled():
             return self._compute_routed(router, parts, tokens, w_router, *parts)
@@ -265,7 +265,7 @@ class GroupedExperts(nn.Module):
         }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
-        """Return the cached e4m3 weights, updated to the current values. Return None if the op must quantise them."""
+        """Return the current weights in e4m3 from the cache, or None if the op must quantise the weights."""
         if isinstance(self.w_up, QuantizedExperts):
             return None
         own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))

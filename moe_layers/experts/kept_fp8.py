@@ -1,14 +1,14 @@
-"""Cache the experts' e4m3 weights from forward to forward, until the weights change.
+"""Caches the experts' e4m3 weights between forwards until the weights change.
 
-Changes are found in two ways. PyTorch's version counter registers changes by optimizers, `copy_` and `load_state_dict`.
-After such a change, or with a new parameter or storage, the weights are quantised again. The GPU finds other changes,
-such as `weight.data[0] = 0` or raw writes of an optimizer. In each later forward, a kernel compares a checksum of every
-block of the weights, and quantises blocks that differ. A change of several elements is missed with a probability of
-about 2**-32. See `moe_kernels.quantization.fp8_weights`.
+Two checks find changes. First, PyTorch's version counter registers changes by optimizers, `copy_` and
+`load_state_dict`. After such a change, or with a new parameter or storage, the weight is quantised again. Second,
+checksums find other changes, such as `weight.data[0] = 0` or raw writes of an optimizer. In each later forward, a
+kernel compares a checksum of every block with the stored checksum, and quantises blocks that differ. A change of
+several elements is missed with a probability of about 2**-32. See `moe_kernels.quantization.fp8_weights`.
 
-Nothing is cached if a change could be missed or memory would grow with the model: in CUDA graphs, compiled code and
-FSDP. CUDA graphs replay without this code, and FSDP gathers the weights for each forward. In these cases the op
-quantises each weight right before the GEMM that reads it.
+Nothing is cached in CUDA graphs, compiled code and FSDP, because changes could be missed or memory would grow with the
+model. CUDA graphs replay without this code, and FSDP gathers the weights for each forward. In these cases the op
+quantises each weight right before the GEMM that reads the weight.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class KeptForms:
         implementation: str | None,
     ) -> ScaledForms | None:
         """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""
-        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. FSDP gathers weights for each forward, so cache nothing.
+        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. FSDP gathers weights for each forward, so nothing is cached.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):
@@ -88,7 +88,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
     if kept is not None and kept.is_current(parameter, part, weight, turned):
         launch_requantize(weight, kept.forms, kept.checksums)
         return kept
-    del kept  # free its memory before new e4m3 weights are allocated
+    del kept  # free the old e4m3 weight before the new one is allocated
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
     storage = StorageWeakRef(part.untyped_storage())
@@ -96,7 +96,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return properties that differ if the weight's version counter, its memory or the stream differs."""
+    """Return properties that change with the weight's version counter, the weight's memory or the current stream."""
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     return part._version, part.data_ptr(), weight.dtype, weight.shape, weight.stride(), stream
 

@@ -1,11 +1,11 @@
-"""Quantise the experts of whole models in place, and dequantise them again.
+"""Quantises the experts of whole models in place, or dequantises quantised experts.
 
     quantize_experts_(model, "mxfp4")
     for layer in model.modules():
         if isinstance(layer, MoEFeedForward):
             layer.add_lora(LoRA(16, 16))
 
-Quantised weights are frozen. Adapters (`add_lora`) train.
+Quantised weights are frozen. Adapters (`add_lora`) can be trained.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
     """Quantise the experts' weights of a layer, or of all layers of a model, and freeze them.
 
     Router, biases, shared experts and adapters do not change. The op computes in the dtype of the tokens. Forward and
-    backward are bitwise equal to those of a layer with the dequantised weights. Only frozen weights can stay quantised,
-    so train adapters (`add_lora`) over them. Nothing changes if an error is raised.
+    backward are bitwise equal to those of a layer with the dequantised weights. Quantised weights cannot be trained, so
+    train adapters (`add_lora`) instead. If an error is raised, nothing changes.
 
     Args:
         format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power-of-two scale per 32 numbers of a row),
@@ -38,7 +38,7 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
 
     Raises:
         NotImplementedError: the format is not supported, such as AWQ, GPTQ or NVFP4.
-        ValueError: the module holds no experts, or quantised or sharded ones, or sizes do not fit the format.
+        ValueError: the module holds no experts, experts are quantised or sharded, or sizes do not fit the format.
     """
     op, found = "quantize_experts_", _experts_of("quantize_experts_", module)
     format = as_format(op, format)
@@ -63,7 +63,7 @@ def dequantize_experts_(module: nn.Module) -> None:
     frozen: `requires_grad_()` lets them train.
 
     Raises:
-        ValueError: the module holds no quantised experts, or sharded ones.
+        ValueError: the module holds no quantised experts, or quantised experts are sharded.
     """
     op = "dequantize_experts_"
     found = [experts for experts in _experts_of(op, module) if isinstance(experts.w_up, QuantizedExperts)]

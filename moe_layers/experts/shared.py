@@ -13,13 +13,13 @@ from moe_kernels.specs import as_activation
 from ..autocast import call_with_autocast_rules
 from ..checks import check_choice, check_positive
 
-_GATE = RouterSpec(score="sigmoid", normalize=False)  # makes sigmoid(w_gate @ token) the routing weight
+_GATE = RouterSpec(score="sigmoid", normalize=False)  # routing weight = sigmoid(w_gate @ token)
 
 
 class SharedExpert(nn.Module):
-    """`w_down @ activation(w_up @ token)`, with `w_up` [2F, D] (gate rows, then up rows) and `w_down` [D, F].
+    """Computes `w_down @ activation(w_up @ token)`. `w_up` is [2F, D] (gate rows, then up rows), `w_down` is [D, F].
 
-    With a plain activation `w_up` is [F, D].
+    If the activation is not gated, `w_up` is [F, D].
 
     Args:
         gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D].
@@ -78,7 +78,7 @@ class SharedExpert(nn.Module):
         return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
 
     def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        """Compute with batch-invariant ops: the shared expert is the only routed expert, and the gate is its weight."""
+        """Compute with batch-invariant ops, as the only expert of a routed layer. The gate is the routing weight."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
             weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights

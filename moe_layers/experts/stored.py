@@ -1,8 +1,8 @@
 """Expert weights that stay in their stored form: FP8, MXFP4, NF4 or int8.
 
-A quantised weight is a module in place of a parameter: `experts.w_up.values`, `experts.w_up.scales`. State dicts,
-safetensors files, FSDP2 and DCP hold the stored bytes. The experts' op dequantises a weight before the GEMM, or the
-GEMM itself decodes the weight while loading it.
+A `QuantizedExperts` module replaces the parameter of a quantised weight, such as `experts.w_up`. The module holds
+tensors such as `experts.w_up.values` and `experts.w_up.scales`. State dicts, safetensors files, FSDP2 and DCP hold the
+stored bytes. The experts' op dequantises a weight before the GEMM, or the GEMM itself decodes the weight while loading.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from moe_kernels.quantization.ops import dequantize
 from moe_kernels.types import QuantizedWeight, WeightFormat
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # integer dtype by bytes per element
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # bytes per element -> integer dtype
 LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter distributed over ranks) -> this rank's part
 
 
 class QuantizedExperts(nn.Module):
-    """A frozen weight [E, out, in] of E experts in the tensors of its format.
+    """A frozen quantised weight [E, out, in] of E experts, held in the tensors of its format.
 
-    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard them. So are
-    `nested_scales` if `is_divisible`. Other tensors, such as code tables, are buffers. All tensors hold their bits as
-    integers, so that conversions such as `layer.bfloat16()`, mixed precision and collectives do not change them. A
-    conversion only changes the attribute `dtype`.
+    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard the parameters. If
+    `is_divisible`, `nested_scales` is a parameter with this axis, too. Other tensors, such as code tables, are buffers.
+    All tensors hold their bits as integers, so that `layer.bfloat16()`, mixed precision and collectives do not change
+    the stored bits. A conversion such as `layer.bfloat16()` changes only the attribute `dtype`.
 
     Args:
         weight: the stored weight.
         dtype: the dtype that the layer computes in.
 
     Raises:
-        ValueError: with nf4, an expert's matrix does not consist of whole blocks.
+        ValueError: the format is nf4, and an expert's matrix does not consist of whole blocks.
     """
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
@@ -79,7 +79,7 @@ class QuantizedExperts(nn.Module):
         """Return the stored weight of this rank's experts.
 
         Args:
-            local_share: a function that returns this rank's part of each parameter.
+            local_share: a function that returns this rank's part of each parameter. Default None: use whole parameters.
             name: name of this module, for errors.
         """
         tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
@@ -91,10 +91,10 @@ class QuantizedExperts(nn.Module):
         return QuantizedWeight(format=self.format, shape=shape, **stored_tensors)
 
     def dequantize(self) -> Tensor:  # [E, out, in]
-        """Return the dequantised weight in `dtype`. The experts' op computes with the same values."""
+        """Return the dequantised weight in `dtype`. The experts' op computes with the same values as returned here."""
         if self.device.type != "cpu" or not self.is_divisible:
             return dequantize(self.weight(), self.dtype)
-        # Decode one expert at a time, because the reference implementation holds several tensors of the decoded size.
+        # Decode one expert at a time to save memory: the reference code holds several tensors of the decoded size.
         out = torch.empty(self.shape, dtype=self.dtype)
         for expert, matrix in enumerate(out.split(1)):
             of_expert = self.weight(lambda _, tensor, e=expert: tensor[e : e + 1])
@@ -102,7 +102,7 @@ class QuantizedExperts(nn.Module):
         return out
 
     def check_divisible(self, op: str) -> None:
-        """Raise ValueError unless each expert's stored bytes can be separated from the others'."""
+        """Raise ValueError unless each expert's stored bytes can be separated from those of the other experts."""
         if not self.is_divisible:
             raise ValueError(
                 f"{op}: each expert must hold whole blocks of {self.format}, got matrices of "
@@ -115,7 +115,7 @@ class QuantizedExperts(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # Refuse other dtypes: copying would convert the integers, and so change the bits that they hold.
+        # Refuse other dtypes, because copying would convert the integers and change the stored bits.
         wrong = []
         for name, dtype in self._stored_dtypes.items():
             held = getattr(self, name).dtype
@@ -131,7 +131,7 @@ class QuantizedExperts(nn.Module):
 
 
 def as_bits(tensor: Tensor) -> Tensor:
-    """Return a view of the same memory as integers of the same size."""
+    """Return a view of the tensor's memory as integers with the element size of the tensor."""
     return tensor.view(_BITS[tensor.element_size()])
 
 

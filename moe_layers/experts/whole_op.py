@@ -1,13 +1,13 @@
 """Run router, sort and experts of a layer as one op, if nothing else reads the routing.
 
-One op is one autograd node with one list of launches. In backward, one launch sums each token's gradient over its
-experts and adds the gradient through the routing weights. The op is equivalent only if the experts alone read the
-router's output, unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a hook on
-router or experts, or a dispatch mode reads the routing. A hook that is added or removed between a checkpointed forward
-and its recomputation changes the saved tensors, which PyTorch reports as an error.
+The op is one autograd node with one list of launches. In backward, one launch sums each token's gradient over its
+experts and adds the gradient through the routing weights. The op replaces separate parts only if the experts alone read
+the router's output, and read it unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a
+hook on router or experts, or a dispatch mode reads the routing. If a hook is added or removed between a checkpointed
+forward and its recomputation, the forward and the recomputation save different tensors. PyTorch then raises an error.
 
-The checks run in every call. Modules are read from the dictionary of modules, because an attribute that is a module
-costs a call of `nn.Module.__getattr__`. Parameters are read as attributes, because FSDP may replace them.
+The checks run in every call. Modules are read from `_modules`, because reading a module as an attribute costs a call of
+`nn.Module.__getattr__`. The op reads parameters as attributes, because FSDP may replace parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether the layer's parts and settings allow one op. Subclasses of the parts never allow it."""
+    """Return whether the layer's parts and settings allow one op. Parts of a subclass never allow one op."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False
@@ -55,7 +55,7 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        # A dispatch mode must see each op. Compiled code runs without modes and cannot check for them.
+        # A dispatch mode must see each op. Compiled code runs without modes and cannot check for modes.
         and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
         and is_called_as_written(router)
         and is_called_as_written(experts)
@@ -65,7 +65,7 @@ def runs_as_one_op(
 
 
 def _as_computed(tokens: Tensor) -> Tensor:
-    """Return the tokens or, under autocast, an empty slice of the tokens in the dtype in which the op computes."""
+    """Return the tokens. Under autocast, return an empty slice of the tokens in the dtype in which the op computes."""
     device_type = tokens.device.type
     return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 
@@ -74,8 +74,8 @@ def compute_whole(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> Tensor:  # [T, D]
-    """Compute the sum of the experts' outputs, and count the choices for a selection bias. Hooks that only watch the
-    router's choice are called afterwards."""
+    """Return the sum of the experts' outputs for each token. In training, count the choices if the router has a
+    selection bias. Call the router's forward hooks, which only watch the choice, after the op."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)
     made = experts.route_and_compute(tokens, router)
@@ -87,8 +87,8 @@ def compute_whole(
 
 
 def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether a call runs `forward` alone: `forward` is not replaced, and all hooks are marked by
-    `watches_choice`, so that they only read."""
+    """Return whether a call runs the class's own `forward`, and no hook can change the result. Only hooks with the
+    attribute `watches_choice` are allowed, because these hooks only read the router's choice."""
     own = vars(module)
     if "forward" in own:
         return False
@@ -106,10 +106,11 @@ def check_tokens(
     layer: Any,  # a MoEFeedForward
     x: Tensor,  # [..., D]
 ) -> None:
-    """Raise ValueError, with the cure, if x has another dtype or device than the parameters of the experts.
+    """Raise ValueError if x differs from the experts' parameters in device or, without autocast, in dtype. The message
+    says how to convert x.
 
-    Modules with hooks are not checked, because hooks may convert parameters or tokens, as FSDP's hooks do. The ops
-    then check their operands.
+    Experts of a subclass or with hooks are not checked here, because hooks may convert parameters or tokens, as FSDP's
+    hooks do. The ops then check their operands.
     """
     experts = layer._modules["experts"]
     weight = experts._parameters.get("w_up")

@@ -1,2 +1,2 @@
-"""Runs this package's experts in models of other libraries. The modules here import those libraries, so the rest of
-`moe_layers` does not import the modules here."""
+"""Runs this package's experts in models of other libraries. The rest of `moe_layers` does not import these modules,
+because they import the other libraries."""

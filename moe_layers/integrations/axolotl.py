@@ -1,4 +1,4 @@
-"""axolotl: a plugin that computes the experts of the model with this package.
+"""Integrates with axolotl: a plugin that computes the experts of the model with this package.
 
 plugins:
   - moe_layers.integrations.axolotl.MoELayersPlugin
@@ -23,7 +23,7 @@ _KERNELS = ("use_scattermoe", "use_sonicmoe", "expert_backend")  # options of ax
 
 
 class MoELayersPlugin(BasePlugin):
-    """Enables the model once axolotl has loaded the model and its adapters."""
+    """Calls `enable` for the model once axolotl has loaded the model and its adapters."""
 
     def pre_model_load(self, cfg: Any) -> None:
         """Check the configuration.
@@ -40,5 +40,5 @@ class MoELayersPlugin(BasePlugin):
             raise ValueError(f"MoELayersPlugin: it must compute the experts alone, got {others}; remove these settings")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Enable the model. Raise ValueError if its experts are unsupported, or their forwards were replaced."""
+        """Enable the model. Raise ValueError if its experts are unsupported, or if their forwards were replaced."""
         _LOG.info("%s", enable_whole("MoELayersPlugin", model))

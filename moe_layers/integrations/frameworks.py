@@ -1,4 +1,4 @@
-"""Enables models for training frameworks, unless another kernel computes some of the experts."""
+"""Enables models for training frameworks. Refuses models in which another kernel computes some of the experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .transformers.experts.replaced_forwards import has_other_forward
 
 
 def enable_whole(owner: str, model: nn.Module) -> EnableReport:
-    """Enable a model. No other kernel may compute its experts.
+    """Call `enable` for a model, and return the report. No other kernel may compute the model's experts.
 
     Raises:
         ValueError: a forward of the experts, or of a block around them, was replaced. The model is then not enabled.

@@ -1,9 +1,9 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
-The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"), and holds
-`moe_kernels`, with a namespace of its own for the ops, and the stateless layer `MoEExperts`, which computes experts
-modules of transformers. With `--build` the folder also holds the built variant. The library `kernels` loads this
-variant without the Hub.
+The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). The folder
+holds `moe_kernels`, whose ops get a namespace of their own, and the stateless layer `MoEExperts`. `MoEExperts` computes
+experts modules of transformers. With `--build`, the folder also holds the built variant, which the library `kernels`
+can load without the Hub.
 """
 
 from __future__ import annotations
@@ -126,13 +126,13 @@ The routed experts of Mixture-of-Experts models of transformers, in Triton, forw
 
 
 def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version: int = 1, build: bool = False) -> Path:
-    """Write the folder, and return its path.
+    """Write the folder of the kernel, and return its path.
 
     Args:
-        directory: must be empty or not exist.
+        directory: the folder, which must be empty or not exist.
         name: name of the repository: lower-case words joined by "-".
         version: version of the kernel on the Hub, at least 1.
-        build: also write `build/torch-universal`, as the builder does.
+        build: also write the built variant, `build/torch-universal`, as the builder does. Default False.
 
     Raises:
         ValueError: the folder holds files, `name` has another form, or `version` is not positive.

@@ -1,4 +1,4 @@
-"""LLaMA-Factory: registers the kernel plugin "moe_layers" for its v1 trainers (USE_V1=1).
+"""Registers the kernel plugin "moe_layers" for the v1 trainers of LLaMA-Factory (USE_V1=1).
 
 kernel_config:
   name: moe_layers

@@ -1,4 +1,4 @@
-"""Megatron-Core: the routed experts of its MoE layer, computed by `moe_kernels`.
+"""Computes the routed experts of Megatron-Core's MoE layer with `moe_kernels`.
 
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from moe_layers.integrations.megatron import GroupedExperts
@@ -6,8 +6,8 @@
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
     spec.submodules.mlp.submodules.experts = GroupedExperts
 
-Router, dispatchers, shared experts and parallelism stay Megatron's. Distributed checkpoints are interchangeable with
-those of Megatron's own experts, `SequentialMLP` and `TEGroupedMLP`.
+Megatron's own router, dispatchers, shared experts and parallelism remain. Distributed checkpoints are interchangeable
+with those of Megatron's own experts, `SequentialMLP` and `TEGroupedMLP`.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ check_version("megatron-core", "0.16", "use its own experts")
 class GroupedExperts(MegatronModule):
     """Holds a rank's experts in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
 
-    With `gradient_accumulation_fusion`, backward adds the weights' gradients to `main_grad`, in its dtype. With
-    `delay_wgrad_compute`, `backward_dw` computes these gradients. H is the width of the tokens.
+    H is the width of the tokens. With `gradient_accumulation_fusion`, backward adds each weight's gradient to the
+    weight's `main_grad`, in the dtype of `main_grad`. With `delay_wgrad_compute`, `backward_dw` computes the weights'
+    gradients instead of backward.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
-            parallelism of experts, or an activation that is not known here.
+            parallelism of experts, or an unsupported activation.
     """
 
     def __init__(self, num_local_experts: int, config: Any, submodules: Any = None, pg_collection: Any = None):
@@ -101,11 +102,12 @@ class GroupedExperts(MegatronModule):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Register a hook of Megatron's DistributedDataParallel. `backward_dw` calls each hook."""
+        """Register a hook of Megatron's DistributedDataParallel. Each `backward_dw` calls all registered hooks."""
         self._hooks.append(hook)
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. With fusion, add it to `main_grad` and return a placeholder or None."""
+        """Return the gradient [E, out, in]. With fusion, add the gradient to `main_grad`; return None or a
+        placeholder."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
@@ -156,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # the parameter itself: saved-tensor hooks may drop `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a tensor without `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

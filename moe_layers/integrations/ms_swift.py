@@ -1,4 +1,4 @@
-"""ms-swift: adds the option value `--experts_impl moe_layers`.
+"""Adds the option value `--experts_impl moe_layers` to ms-swift.
 
     echo "import moe_layers.integrations.ms_swift" > plugin.py
     swift sft --experts_impl moe_layers --external_plugins plugin.py ...

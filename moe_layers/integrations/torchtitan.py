@@ -1,10 +1,11 @@
-"""torchtitan: overrides that compute its Mixture-of-Experts layers with `moe_kernels`.
+"""Overrides for torchtitan that compute its Mixture-of-Experts layers with `moe_kernels`.
 
     --override.imports moe_layers.integrations.torchtitan.moe
 
-`moe` sorts the router's choice and calls one op. The op gathers, computes and combines, and saves no gathered tokens.
-With expert parallelism, torchtitan's dispatcher sends the rows, and `FusedExperts` computes them. `grouped_experts`
-replaces the experts alone. Sharding, dispatchers, routers and checkpoints stay torchtitan's.
+The override `moe` sorts the router's choice and calls one op. The op gathers tokens, computes experts and combines
+their outputs, without saving gathered tokens. With expert parallelism, torchtitan's dispatcher sends the rows, and
+`FusedExperts` computes the rows. The override `grouped_experts` replaces only the experts. torchtitan's own sharding,
+dispatchers, routers and checkpoints remain.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class FusedRoutedExperts(RoutedExperts):
 
     @property
     def is_local(self) -> bool:
-        """Return whether the dispatcher only reorders rows: it is local, or an all-to-all without an expert mesh."""
+        """Return whether the dispatcher only reorders rows: a local one, or an all-to-all without an expert mesh."""
         dispatcher = self.token_dispatcher
         local = type(dispatcher) is AllToAllTokenDispatcher and dispatcher.ep_mesh is None
         return local or type(dispatcher) is LocalTokenDispatcher
@@ -112,7 +113,7 @@ def grouped_experts(cfg: Any) -> Any:
 
 @override(target=MoE.Config, description="Mixture of Experts by moe_kernels.")
 def moe(cfg: Any) -> Any:
-    """Replace the routed experts of a layer's configuration.
+    """Replace the routed experts in a layer's configuration by `FusedRoutedExperts`.
 
     Raises:
         ValueError: the routed experts are not torchtitan's own SwiGLU experts.

@@ -1,4 +1,4 @@
-"""VeOmni: the MoE implementation "fused_moe_layers".
+"""Registers the MoE implementation "fused_moe_layers" in VeOmni. Import this module, and set the option in the YAML:
 
     import moe_layers.integrations.veomni  # before build_foundation_model
 
@@ -41,7 +41,7 @@ def fused_moe_forward(
     fc1_1_2_weight: Tensor | None = None,  # [E, 2F, D]
     swiglu_limit: float | None = None,
 ) -> Tensor:  # [T, D]
-    """Compute the experts, with the signature of VeOmni's own kernels. Outputs are weighted and summed in float32.
+    """Compute the experts. The signature is that of VeOmni's own kernels. Outputs are weighted and summed in float32.
 
     Raises:
         ValueError: gate and up are two parameters, or ranks share the experts.
@@ -56,7 +56,7 @@ def fused_moe_forward(
 
 
 def _experts_forward(experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Compute an experts module of VeOmni's models. The module calls this function instead of its forward."""
+    """Return the output of an experts module of VeOmni. The module calls this function instead of its own forward."""
     if (act := type(experts.act_fn).__name__) not in ("SiLU", "SiLUActivation"):
         raise ValueError(f"fused_moe_layers: the activation must be SiLU, got {act}; use eager")
     weights = None, None, experts.down_proj, experts.gate_up_proj
@@ -73,6 +73,6 @@ def _bind(fused_moe_kernel: str = "triton") -> None:
 
 
 _anywhere = HardwareRequirement(device_type="any")
-# VeOmni documents this registry for kernels of other packages.
+# VeOmni's documentation tells other packages to add their kernels to this registry.
 KERNEL_REGISTRY.register(KernelSpec(NAME, "moe_experts", "standard", lambda: _experts_forward, _anywhere))
 _bind_of_veomni, moe.apply_veomni_fused_moe_patch = moe.apply_veomni_fused_moe_patch, _bind

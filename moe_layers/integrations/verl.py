@@ -1,4 +1,4 @@
-"""verl: registers the experts implementation "moe_layers" for its FSDP engine.
+"""Registers the experts implementation "moe_layers" for verl's FSDP engine, with this configuration of verl:
 
 actor_rollout_ref:
   model:

@@ -1,4 +1,4 @@
-"""Checks that the version of another package is one that the tests cover."""
+"""Checks that the installed version of another package is one that the tests cover."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from importlib.metadata import version
 
 
 def check_version(package: str, tested: str, cure: str) -> None:
-    """Raise ImportError unless the installed version is the tested one or extends it, as 0.19.2 extends 0.19."""
+    """Raise ImportError unless the installed version is `tested`, or starts with `tested` and a dot: 0.19.2 passes for
+    0.19. The error ends with `cure`."""
     got = version(package)
     if got != tested and not got.startswith(f"{tested}."):
         raise ImportError(f"moe_layers: {package} must be {tested}, which its tests know, got {got}; {cure}")

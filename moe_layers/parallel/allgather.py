@@ -30,10 +30,11 @@ from .rank_dispatcher import (
 
 
 class AllGatherDispatcher(RankDispatcher):
-    """Gathers the tokens of all ranks, computes the slots of local experts, and reduce-scatters the sums.
+    """Gathers all ranks' tokens, computes the slots of local experts, and reduce-scatters the sums of the outputs.
 
-    Shapes of transfers depend on T, not on the routing. Each rank sends its T tokens to P - 1 ranks. With even routing
-    an all-to-all sends T * K * (P - 1) / P tokens, which is no less if P <= K. All ranks must have equally many tokens.
+    Sizes of transfers depend on T, not on the routing. Each rank sends its T tokens to P - 1 ranks. With even routing
+    an all-to-all sends T * K * (P - 1) / P tokens instead. If P <= K, an all-gather therefore sends no more tokens than
+    an all-to-all. All ranks must have equally many tokens.
 
     `max_rows_factor` limits the rows computed on a rank to that multiple of the rank's own slots. A rank has T * K
     slots, or fewer with a capacity or `TokenExpertPairs`. Without a limit the host waits for the number of rows while
@@ -57,8 +58,8 @@ class AllGatherDispatcher(RankDispatcher):
         scattering = self.ranks.scattering(out)
 
         def arrive() -> Tensor:  # [T, D]
-            # Copy a single chunk's output, because the caller may change it while a checkpointed region keeps the
-            # original. Several chunks are concatenated later, which copies them.
+            # Copy the output of a single chunk. A checkpointed region keeps the original, and the caller may change
+            # the output in place. Several chunks are copied later, when they are concatenated.
             return scattering.wait().clone() if self.chunks == 1 else scattering.wait()
 
         return Pending(rows.offsets, arrive)
@@ -66,7 +67,7 @@ class AllGatherDispatcher(RankDispatcher):
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
         """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
 
-        Fail by `check_on_device` unless ranks have equal sizes, need the same gradients and stay within the limits."""
+        Fail by `check_on_device` if ranks have different sizes, need different gradients or exceed their limits."""
         offsets = _slot_offsets(chunks, experts)
         sizes = sum(len(tokens) for tokens, _ in chunks), *_agreed(*chunks[0], experts)
         own = [offsets[0].new_full((1,), size) for size in sizes]
@@ -89,7 +90,8 @@ class AllGatherDispatcher(RankDispatcher):
         return bounds, offsets
 
     def _bound(self, slots: Slots, factor: float) -> int:
-        """Return the limit on computed rows, capped at the number of all ranks' slots so that it fits int32."""
+        """Return the limit on a chunk's computed rows. The limit is at most the number of all ranks' slots, so that the
+        limit fits int32."""
         return min(math.ceil(factor * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel())
 
     def _check_bounds(
@@ -97,7 +99,7 @@ class AllGatherDispatcher(RankDispatcher):
         numbers: Tensor,  # [P, chunks + chunks * E]: limits by chunk, then slots by expert
         own: list[int],
     ) -> None:
-        """Fail by `check_on_device`, on all ranks, if one rank has more rows than its limit."""
+        """Fail by `check_on_device` on all ranks if any rank has more rows than its limit."""
         num_chunks, num_ranks = len(own), self.ranks.size
         bounds, counts = numbers[:, :num_chunks], numbers[:, num_chunks:]
         num_rows = counts.reshape(num_ranks, num_chunks, num_ranks, -1).sum((0, 3))  # [chunks, P]
@@ -121,15 +123,15 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         if missing:
             tokens, weights = (functional.pad(part, (0, 0, 0, missing)) for part in (tokens, slots.topk_weights))
             choice = functional.pad(slots.topk_experts, (0, 0, 0, missing), value=-1)
-            slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # logits are not read
+            slots = Slots(choice, weights, logits=weights, max_rows=self.num_slots(slots))  # nothing reads these logits
         return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of a rank. Raise ValueError if `_agreed` differs between ranks."""
+        """Return the largest number of tokens of any rank. Raise ValueError if `_agreed` differs between ranks."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]
-        # `tolist` synchronises the host.
+        # This `tolist` synchronises the host.
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1).tolist()
         if len({tuple(agreed) for _, *agreed in numbers}) > 1:
             raise ValueError(
@@ -148,7 +150,7 @@ def _agreed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> tuple[int, 
 
 
 def _slot_offsets(chunks: Sequence[Chunk], experts: ExpertsOfRank) -> list[Tensor]:  # [E] of each chunk
-    """Return the exclusive end row of each expert, with a chunk's slots sorted by expert."""
+    """Sort each chunk's slots by expert, and return the exclusive end row of each expert."""
     sort = partial(sort_by_expert, num_experts=experts.num_experts, implementation=experts.implementation)
     return [sort(slots.topk_experts).offsets for _, slots in chunks]
 
@@ -159,8 +161,8 @@ def local_permutations(
     num_local: int,
     implementation: str | None,
 ) -> list[Permutation]:
-    """Return the permutation of each chunk's slots for local experts. Without limits the host synchronises once, after
-    all sorts are launched. The host never waits for tokens, which may still be in flight."""
+    """Return the permutation of each chunk's slots for local experts. If `bounds` is None, the host synchronises once,
+    after all sorts are launched. The host never waits for tokens, which may still be in flight."""
     sort = partial(sort_by_expert, num_experts=num_local, implementation=implementation)
     if bounds is not None:
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]

@@ -19,7 +19,7 @@ from .rank_dispatcher import GRADIENTS, Chunk, ExpertsOfRank, RankDispatcher, gr
 
 
 class _Route(NamedTuple):
-    """Layout of one chunk's send buffer of S rows and its receive buffer of R rows."""
+    """Layout of one chunk's buffers: a send buffer of S rows, and a receive buffer of R rows."""
 
     slot_to_row: Tensor  # [T, K] int32; -1 for a slot that is not sent
     row_to_slot: Tensor  # [S] int32
@@ -34,7 +34,7 @@ class _Outgoing(NamedTuple):
 
     tokens: Tensor  # [T, D]
     slots: Slots
-    order: Permutation  # permutation of [T * K, 1] slots, so `row_to_token` holds slots
+    order: Permutation  # permutation of the slots as [T * K, 1]; `row_to_token` therefore holds slot indices
     counts: Tensor  # [P, E / P]: number of slots for each rank's experts
     capacity: int | None  # number of rows sent to each rank, with padding; None sends exactly the slots
 
@@ -42,8 +42,8 @@ class _Outgoing(NamedTuple):
 class AllToAllDispatcher(RankDispatcher):
     """Sends each slot's token and weight to the rank of its expert, and sums the outputs that are sent back.
 
-    Ranks may have any numbers of tokens. The rank of the expert applies the weight and computes its gradient, so
-    backward needs no returned outputs.
+    Ranks may have different numbers of tokens. An expert's rank applies the routing weight and computes the gradient of
+    this weight. Backward therefore needs no outputs on the token's rank.
 
     With `max_rows_factor`, every rank sends max_rows_factor * T * K / P rows to each rank, padding included. All ranks
     must then have equally many tokens. By default a rank sends exactly its slots, with one host synchronisation.
@@ -78,14 +78,14 @@ class AllToAllDispatcher(RankDispatcher):
     def _exchange_counts(
         self, chunks: list[_Outgoing], agreed: tuple[int, ...]
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
-        """Return each rank's number of slots for each local expert, and the numbers that must equal `agreed`.
+        """Return each rank's number of slots for each local expert, by chunk. Also return each rank's `agreed`.
 
         Fail by `check_on_device` if a rank's counts exceed its capacity, or if ranks have different capacities.
         """
         own = [chunks[0].counts.new_full((self.ranks.size, 1), number) for number in agreed]
         for chunk in chunks:
             limit = chunk.counts.new_full((self.ranks.size, 1), chunk.capacity or 0)
-            if chunk.capacity is not None:  # -1 differs from every capacity, so all ranks fail if one does
+            if chunk.capacity is not None:  # a rank beyond its capacity sends -1, so that all ranks fail
                 limit = torch.where((chunk.counts.sum(1) <= chunk.capacity).all(), limit, -1)
             own += [chunk.counts, limit]
         ones = [1] * self.ranks.size
@@ -109,7 +109,7 @@ class AllToAllDispatcher(RankDispatcher):
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. Raise ValueError, or fail on the GPU, unless `agreed` is equal on all ranks."""
+        """Return each chunk's route. If `agreed` differs between ranks, raise ValueError or fail on the GPU."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
@@ -118,7 +118,7 @@ class AllToAllDispatcher(RankDispatcher):
             return [_bounded_route(*pair, implementation) for pair in zip(chunks, arriving, strict=True)]
         departing = [chunk.counts for chunk in chunks]
         sums = [counts.sum(1) for pair in zip(departing, arriving, strict=True) for counts in pair]
-        num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # host synchronisation
+        num_bytes, gradients, *splits = torch.stack([*to_agree.long(), *sums]).tolist()  # synchronises the host
         if set(zip(num_bytes, gradients, strict=True)) != {agreed}:
             raise ValueError(f"{message}, got bytes {num_bytes} and gradients {gradients} by rank; {GRADIENTS}")
         return [
@@ -127,7 +127,7 @@ class AllToAllDispatcher(RankDispatcher):
         ]
 
     def _send(self, chunk: _Outgoing, route: _Route, experts: ExpertsOfRank) -> tuple[AsyncCollective, AsyncCollective]:
-        """Return the weights [R, 1] and tokens [R, D] of the slots for local experts, in flight."""
+        """Start to send the slots. Return the weights [R, 1] and tokens [R, D] for local experts, in flight."""
         top_k = max(route.slot_to_row.shape[1], 1)
         by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
         by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)
@@ -147,7 +147,7 @@ def _exact_route(
 
 
 def _bounded_route(chunk: _Outgoing, arriving: Tensor, implementation: str | None) -> _Route:
-    """Return a route with `capacity` rows for each rank in the send buffer and in the receive buffer."""
+    """Return a route whose send buffer and receive buffer have `capacity` rows for each rank."""
     num_ranks, capacity, choices = len(arriving), chunk.capacity, chunk.slots.topk_experts
     assert capacity is not None
     ends = chunk.counts.sum(1).cumsum(0)  # [P], end of each rank's rows in expert order

@@ -1,4 +1,4 @@
-"""Collectives between the ranks that share experts: functional ops, whose results checkpointed regions can save."""
+"""Collectives between the ranks that share experts, as functional ops whose results a checkpointed region can save."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moe_kernels.runtime.pytorch import assert_on_device
 from ..routing.activation_checkpointing import routing_ops
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # importing it takes half as long as importing PyTorch
+    from torch.distributed.tensor import DTensor  # importing DTensor takes half as long as importing PyTorch
 
 _OPS = torch.ops._c10d_functional
 
@@ -31,7 +31,7 @@ COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.d
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a group. Stores the group's name, because process groups cannot be copied.
+    """The ranks of a group. The object stores the group's name, because process groups cannot be copied.
 
     Each collective starts immediately. Every rank must start the same collectives in the same order. Results of
     `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
@@ -77,7 +77,8 @@ def wait(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """Return the whole tensor, gathered from all ranks. Some collectives do not support float8, so bytes are sent."""
+    """Return the whole tensor, gathered from all ranks. Float8 numbers are sent as bytes, because some collectives do
+    not support float8."""
     if not (tensor.is_floating_point() and tensor.element_size() == 1):
         return tensor.full_tensor()
     held = tensor.to_local().view(torch.uint8)
@@ -97,13 +98,13 @@ class AsyncCollective:
     """A tensor in flight. In backward, the dual collective (reduce-scatter for all-gather) sends the gradient back.
 
     The constructor starts the transfer. Work between the start and `wait` overlaps with the transfer. In backward, the
-    gradient computation of that work overlaps with the transfer of the gradient. PyTorch's own gradients of collectives
-    do not overlap.
+    gradient computation of that work overlaps with the transfer of the gradient. Backward of PyTorch's own collectives
+    does not overlap.
 
     Args:
         there: starts a collective on the tensor.
         back: starts the dual collective on the gradient.
-        packing: conversion of the tensor before it is sent; None sends the tensor itself.
+        packing: conversions before the tensor is sent and after it has arrived. Default: None, no conversion.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class AsyncCollective:
 
 class _GradientHandoff:
     """Passes the gradient in flight from `_WaitCollective` to `_StartCollective`. Autograd cannot pass this gradient,
-    because its shape differs from the forward tensor's. The object holds no tensor in forward."""
+    because the gradient's shape differs from the forward tensor's shape. In forward, the object holds no tensor."""
 
     def __init__(self, start: Callable[[Tensor], Tensor]):
         self.start = start
@@ -163,7 +164,7 @@ class _WaitCollective(torch.autograd.Function):
 
 def check_on_device(condition: Tensor, message: str) -> None:
     """Raise ValueError unless the condition holds. On a GPU, a device-side assertion fails instead, without host
-    synchronisation: no later kernel runs, and PyTorch raises RuntimeError at a later call."""
+    synchronisation. No later kernel then runs, and PyTorch raises RuntimeError at a later call."""
     if condition.device.type == "cpu":
         if not condition:
             raise ValueError(message)
@@ -172,7 +173,7 @@ def check_on_device(condition: Tensor, message: str) -> None:
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts that keep the same results as `save_routing`, and also the data that `ExpertParallel` received.
+    """Return contexts for a checkpointed region, which save the routing and all data received from other ranks.
 
     The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
     `save_routing` alone the recomputation sends everything again, with the same choice and therefore the same sizes.

@@ -40,15 +40,15 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 
 
 class ExpertParallel(ParallelStyle):
-    """Shard the experts of a `MoEFeedForward` over a mesh: a plan for PyTorch's `parallelize_module`.
+    """Plan for PyTorch's `parallelize_module` that shards the experts of a `MoEFeedForward` over a mesh.
 
-    If the layer holds all experts, each rank keeps its share. All ranks take the values of the first rank, also for
-    router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own values,
-    without communication. A layer that already holds exactly this share, by `keep_local_experts`, keeps its experts.
-    Parameters that two layers share become two parameters. Adapters are sharded like their experts. Adapter factors
-    that all experts share are replicated, and backward sums the gradients of these factors over the ranks.
-    `reset_parameters` afterwards draws the router from each rank's own random state, so seed all ranks equally. Experts
-    drawn on GPUs differ between ranks. On CPUs all ranks draw the same experts, and PyTorch warns.
+    If the layer holds all experts, each rank keeps its share. By default all ranks take the values of the first rank,
+    also for router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own
+    values, without communication. If `keep_local_experts` has already reduced the layer to exactly this share, the
+    layer keeps its experts. Parameters that two layers share become two parameters. Adapters are sharded like their
+    experts. Adapter factors that all experts share are replicated, and backward sums the gradients of these factors
+    over the ranks. A later `reset_parameters` draws the router from each rank's own random state, so seed all ranks
+    equally. Experts drawn on GPUs differ between ranks. On CPUs all ranks draw the same experts, and PyTorch warns.
 
     The layer synchronises the host only in the cases stated below. All ranks of the mesh must call the layer equally
     often, in forward and backward. Tokens, routing weights and experts must need gradients on all ranks or on none.
@@ -57,19 +57,19 @@ class ExpertParallel(ParallelStyle):
 
     Args:
         dispatcher: "alltoall" sends each token to the ranks of its experts, with one host synchronisation per forward.
-            "allgather" sends all tokens to all ranks and needs equally many on each; the host waits for a count while
-            the tokens are in flight. "auto", the default, chooses "allgather" if P, the number of ranks, is at most
-            top_k, because "allgather" then sends no more data than "alltoall". "overlapped" is "allgather" with some
-            communication overlapped with computation. The GPUs must be in one host, and each GPU saves all ranks'
-            tokens for backward: see `OverlappedDispatcher`.
-        average_gradients: True (default) if the caller averages gradients over the ranks, as FSDP2 does. False if the
-            caller sums gradients.
+            "allgather" sends all tokens to all ranks, and all ranks must have equally many tokens. The host waits for a
+            row count while the tokens are in flight. "auto", the default, chooses "allgather" if P, the number of
+            ranks, is at most top_k, because "allgather" then sends no more data than "alltoall". "overlapped" is
+            "allgather" with some communication overlapped with computation. For "overlapped", the GPUs must be in one
+            host, and each GPU saves all ranks' tokens for backward: see `OverlappedDispatcher`.
+        average_gradients: pass True (default) if the caller averages gradients over the ranks, as FSDP2 does. Pass
+            False if the caller sums gradients.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
-            Buffers have that size; more rows are an error. If all ranks have equally many tokens, sequences and pairs
-            (`TokenExpertPairs`), a factor of P never causes this error. "alltoall" requires these equal numbers. With
-            "alltoall", a rank sends each other rank at most max_rows_factor * T * top_k / P rows. With a capacity or
-            `TokenExpertPairs`, each chunk has room for all kept slots, because all may lie in one chunk. With a limit
-            there is no host synchronisation, and CUDA graphs can capture the layer. Default: no limit.
+            Buffers have the size of this limit. More rows are an error. If all ranks have equally many tokens,
+            sequences and pairs (`TokenExpertPairs`), a factor of P always suffices. "alltoall" requires these equal
+            numbers. With "alltoall", a rank sends each other rank at most max_rows_factor * T * top_k / P rows. With a
+            capacity or `TokenExpertPairs`, each chunk has room for all kept slots, because all may lie in one chunk.
+            With a limit the host does not synchronise, and CUDA graphs can capture the layer. Default: no limit.
         chunks: number of parts of the tokens; one part is sent while another is computed. With more chunks the weights
             are read more often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and
             its first chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
@@ -82,7 +82,7 @@ class ExpertParallel(ParallelStyle):
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has
-            replaced a parameter of the experts, or ranks need different gradients (on GPUs, possibly an assertion).
+            replaced a parameter of the experts, or ranks need different gradients (on GPUs an assertion may fail).
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class ExpertParallel(ParallelStyle):
         """Return the dispatcher with the name `chosen` and this plan's options.
 
         Args:
-            any_lengths: without `max_rows_factor`, "allgather" accepts any number of tokens on each rank.
+            any_lengths: let "allgather" accept any number of tokens on each rank, unless `max_rows_factor` is set.
+                Default: False.
             name: name of the layer in errors.
         """
         kind = _DISPATCHERS[chosen]
@@ -164,7 +165,7 @@ class ExpertParallel(ParallelStyle):
         )
 
     def sms_of(self, chosen: str) -> int:
-        """Return the number of SMs that GEMMs leave to communication."""
+        """Return the number of SMs that the experts' GEMMs leave to communication."""
         return (2 if chosen == "overlapped" else 0) if self.reserved_sms is None else self.reserved_sms
 
     def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
@@ -193,8 +194,8 @@ def kept_share(
     mesh: DeviceMesh,
     share: range,
 ) -> DTensor:
-    """Return a DTensor of the whole tensor. Each rank holds only its own experts' part."""
-    # The part is cloned, so that the other experts' memory is freed.
+    """Return a DTensor that represents the whole tensor. Each rank holds only its own experts' part."""
+    # Clone the part, so that the memory of the other experts is freed.
     return as_shard(whole[share.start : share.stop].clone(), mesh)
 
 
@@ -244,6 +245,6 @@ def local_share(name: str, parameter: Tensor) -> Tensor:
             "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
-    if parameter.placements == (Replicate(),):  # backward sums the gradients of each rank's experts
+    if parameter.placements == (Replicate(),):  # backward sums the gradients of all ranks
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return parameter.to_local()

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collectives import Ranks, wait
 
-Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh, mesh dimensions that shard a tensor; None if it is plain
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh and its sharding dimensions; None for a plain tensor
 
 
 @torch.no_grad()
@@ -26,9 +26,9 @@ def clip_grad_norm_(
 ) -> Tensor:  # scalar
     """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but accept parameters of different meshes together.
 
-    The norm is of the whole model: it counts all shards of a sharded gradient, and one copy of a replicated gradient.
-    The norm is bitwise equal on all ranks, in the dtype that all gradients promote to. Gradients must already be
-    averaged. All ranks must call with parameters in the same order. Only `error_if_nonfinite` synchronises the host.
+    The norm counts all shards of a sharded gradient, and one copy of a replicated gradient. The norm is bitwise equal
+    on all ranks, and has the dtype to which the dtypes of all gradients promote. Gradients must already be averaged.
+    All ranks must pass the parameters in the same order. Only `error_if_nonfinite` synchronises the host.
 
     Returns:
         the norm before clipping.
@@ -36,8 +36,8 @@ def clip_grad_norm_(
     Shapes: result scalar.
 
     Raises:
-        ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch also accepts the
-            type 0, which counts tensors with a nonzero gradient.
+        ValueError: a gradient is an unreduced sum (`Partial`), or `norm_type` is not positive. PyTorch's function also
+            accepts the type 0, which counts tensors with a nonzero gradient.
         RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
     """
     norm_type = float(norm_type)
@@ -56,7 +56,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"clip_grad_norm_: the norm of order {norm_type} of the gradients must be finite, got {total}"
         )
-    for group in by_sharding.values():  # one by one, because a foreach op accepts only one mesh
+    for group in by_sharding.values():  # one group at a time, because a foreach op accepts only one mesh
         clip_grads_with_norm_(group, max_norm, total, foreach)
     return total
 
@@ -76,12 +76,12 @@ def _norm(parameters: list[Tensor], sharding: Sharding, norm_type: float, foreac
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     held = [shard for shard in shards if shard.numel()]
     norm = get_total_norm(held, norm_type, foreach=foreach) if held else shards[0].new_zeros(())
-    # All ranks must gather the same dtype, so promote over all tensors, also those without elements on this rank.
+    # Promote over all shards, also over empty shards, because all ranks must gather norms of the same dtype.
     norm = norm.to(reduce(torch.promote_types, (shard.dtype for shard in shards)))
     if sharding is not None:
         mesh, dims = sharding
         for dim in dims:
-            # Norms are gathered instead of reduced, so that all ranks add in the same order.
+            # Gather the norms instead of reducing them, so that all ranks add the norms in the same order.
             norms = wait(Ranks.of(mesh.get_group(dim)).all_gather(norm.view(1)))
             norm = torch.linalg.vector_norm(norms, norm_type)
     return norm

@@ -1,6 +1,6 @@
-"""Meetings: ranks exchange messages through the store of the default process group, without collectives.
+"""Lets ranks exchange messages through the store of the default process group, without collectives.
 
-If a rank does not call, the other ranks get an error.
+An exchange is called a meeting. If a rank does not take part in a meeting, the other ranks get an error.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # longest wait for other ranks; stores time out late, and an error should take at most 20 seconds
-_turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including those that timed out
+SECONDS = 15.0  # longest wait for other ranks: stores time out late, and an error should come within 20 seconds
+_turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including meetings that timed out
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
 
 
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
-    """Return every rank's message, by rank in the group.
+    """Send this rank's message to all ranks, and return all ranks' messages in the order of the ranks in the group.
 
     Raises:
         ValueError: some ranks have not called within `seconds`. A later call on all ranks works again.
@@ -55,7 +55,7 @@ def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
     """Return the indices of the keys that no rank has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # the type of a timeout error depends on the store
+    except RuntimeError:  # not a narrower type, because the type of a timeout error depends on the store
         return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 
@@ -72,7 +72,8 @@ def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
     """Meet all ranks after the body. If the body raises on one rank, that rank raises its own error at once, and the
     other ranks raise ValueError.
 
-    An error from a meeting of the same op inside the body is raised unchanged, because all ranks already know it.
+    If a `together` of the same op inside the body has raised the error, all ranks already know the error. The error is
+    then raised unchanged.
     """
     try:
         yield
@@ -103,7 +104,7 @@ def _of_rank(rank: int, problem: str) -> str:
 
 
 def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -> None:
-    """Raise ValueError on all ranks if the ranks' facts differ or a rank does not call."""
+    """Raise ValueError on all ranks if `facts` differs between ranks or a rank does not call."""
     everyones = [json.loads(text) for text in meet(op, group, json.dumps(facts), seconds)]
     ranks = distributed.get_process_group_ranks(group)
     for rank, others in zip(ranks, everyones, strict=True):

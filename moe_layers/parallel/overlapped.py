@@ -33,28 +33,28 @@ _TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
 
 
 class OverlappedDispatcher(AllGatherDispatcher):
-    """Gathers all ranks' tokens, computes the slots of local experts, and reduce-scatters the sums, overlapped.
+    """Gathers tokens and reduce-scatters sums like `AllGatherDispatcher`, but overlaps transfers with computation.
 
-    Works like `AllGatherDispatcher`, but sends a chunk's tokens while the previous chunk is computed, and its outputs
-    while the next chunk is computed. No compute hides the first chunk's transfer, so this chunk has a third of the
-    tokens of each other chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of
-    outputs in the same order, and gradients of tokens while weight gradients are computed. Each weight gradient is one
-    product over all chunks, so more chunks need no further gradient memory. On GPUs the tokens are copied between GPUs,
-    see `PeerCopies`. A checkpointed region communicates again when it recomputes. Forward hooks of the experts see
-    uninitialised outputs, because the outputs arrive later.
+    A chunk's tokens are sent while the previous chunk is computed. A chunk's outputs are sent while the next chunk is
+    computed. No computation hides the first chunk's transfer, so this chunk has a third of the tokens of each other
+    chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of outputs in the same
+    order, and sends the gradients of tokens while weight gradients are computed. Each weight gradient is one product
+    over all chunks, so more chunks need no further gradient memory. On GPUs, tokens are copied from GPU to GPU, see
+    `PeerCopies`. A checkpointed region communicates again when the region is recomputed. Forward hooks of the experts
+    see uninitialised outputs, because the outputs arrive later.
 
-    With the reference implementation this class works like an `AllGatherDispatcher` with as many chunks.
+    With the reference implementation this class works like an `AllGatherDispatcher` with the same number of chunks.
     """
 
     transport: Callable[[Ranks, torch.device], Transport] = staticmethod(transport_for)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
-        check_overlaps(experts)  # checked again, because the experts may have changed since they were sharded
+        check_overlaps(experts)  # check again, because the experts may have changed since they were sharded
         whole, lengths = split(tokens, slots, [len(tokens)]), self.lengths(len(tokens))
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
             return
-        # Without limits, count the slots of all tokens at once: only the limits depend on the chunks.
+        # Without limits, count the slots of all tokens at once, because only the limits depend on the chunks.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
@@ -127,7 +127,7 @@ class _Plan:
     def columns(self, part: int, tokens: Tensor) -> list[slice]:
         """Return the column slices in which a chunk's output is sent.
 
-        The last chunk is split, because no compute is left to hide its transfer."""
+        Only the last chunk is split, because no later computation can hide the transfer of its whole output."""
         if part < len(self.lengths) - 1:
             return [slice(None)]
         d_model = tokens.shape[1]
@@ -135,7 +135,8 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """Reserve memory that also suffices for backward's transfers, because outgrown memory is never freed."""
+        """Reserve enough memory for the transfers of both forward and backward, because memory that later proves too
+        small is never freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
@@ -145,8 +146,8 @@ class _Plan:
         return self.ranks.all_gather(torch.cat([self._topk_experts, topk_weights.view(torch.int32)], 1))
 
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
-        """Return the weights and choices [P * n, K] of each chunk with n tokens per rank, and the permutation of the
-        slots for local experts. Without limits the host synchronises."""
+        """Return weights, choices and permutations by chunk. A chunk with n tokens per rank has weights and choices
+        [P * n, K], and the permutation of the slots for local experts. Without limits the host synchronises."""
         by_rank = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_rank.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]
@@ -172,7 +173,8 @@ class _Plan:
 
 
 class _Overlapped(torch.autograd.Function):
-    """Maps (plan, tokens [T, D], topk_weights [T, K], weights, adapters) to sums [T, D], which `_Plan.wait` writes."""
+    """Maps (plan, tokens [T, D], topk_weights [T, K], weights, adapters) to the output [T, D]. `_Plan.wait` later
+    writes the values of the output."""
 
     @staticmethod
     def forward(ctx, plan: _Plan, tokens: Tensor, topk_weights: Tensor, *weights: Tensor | None) -> Tensor:
@@ -243,6 +245,6 @@ def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
 
 
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
-    """Wait for each part, and write it to `out`."""
+    """Wait for each transfer, and write its result to its part of `out`."""
     for scattering, part in zip(scatterings, () if out is None else out.split(lengths), strict=True):
         scattering(part)

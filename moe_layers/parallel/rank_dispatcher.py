@@ -1,4 +1,4 @@
-"""Base class of the dispatchers of expert parallelism, which splits tokens into chunks and scales gradients."""
+"""The base class of expert parallelism's dispatchers. The base class splits tokens into chunks and scales gradients."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ Chunk = tuple[Tensor, Slots]  # consecutive tokens [T, D] in the dtype in which 
 
 
 class ExpertsOfRank(Protocol):
-    """The members that dispatchers use of this rank's experts: a `GroupedExperts`, or experts of a transformers model.
+    """Members of this rank's experts that dispatchers use.
 
-    With the overlapped dispatcher, a call passes tokens, weights and adapters to `rows.plan`.
+    The experts are a `GroupedExperts`, or experts of a transformers model. With the overlapped dispatcher, a call of
+    the experts passes tokens, weights and adapters to `rows.plan`.
     """
 
-    num_experts: int  # on all ranks
+    num_experts: int  # number of experts of all ranks together
     activation: Activation
     implementation: str | None
     precision: str | None
@@ -53,10 +54,11 @@ class RankDispatcher(ABC):
     Args:
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
-        chunks: number of parts of the tokens; one part is sent while another is computed.
-        gradient_scale: scale of the gradients of the experts' parameters. Backward multiplies the gradient of the
-            outputs by the scale, because that gradient usually has fewer elements than those of the parameters.
-            Gradients of tokens and routing weights are divided by the scale again, which is exact for powers of two.
+        chunks: number of parts of the tokens; one part is sent while another is computed. Default: 1.
+        gradient_scale: scale of the gradients of the experts' parameters. Default: 1. Backward multiplies the gradient
+            of the outputs by the scale, because this gradient usually has fewer elements than the parameters. Backward
+            then divides the gradients of tokens and routing weights by the scale. The division is exact if the scale is
+            a power of two.
         name: name of the layer in errors.
     """
 
@@ -99,7 +101,7 @@ class RankDispatcher(ABC):
 
 
 def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
-    """Return how tokens are converted to be sent: to e4m3 with scales if the experts multiply e4m3, else None."""
+    """Return the conversion of tokens to e4m3 with scales for sending, or None if the experts do not multiply e4m3."""
     if experts.precision is None:
         return None
     pack = partial(pack_rows, implementation=experts.implementation)
@@ -118,8 +120,8 @@ GRADIENTS = (
 
 
 def gradients_needed(tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-    """Return a bit mask of the tensors that need gradients. The masks of all ranks must be equal: backward communicates
-    only these gradients, so a rank would wait forever for a gradient that another rank does not need."""
+    """Return a bit mask of the tensors that need gradients. The masks of all ranks must be equal, because backward
+    communicates only these gradients. A rank would wait forever for a gradient that another rank does not need."""
     if not torch.is_grad_enabled():
         return 0
     parameters = list(experts.parameters())
@@ -145,8 +147,8 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
 
 
 class PendingChunks:
-    """All chunks' outputs, in flight. This class is no `Pending`, whose field `wait` is a new function in each call:
-    compiled code would guard on that function."""
+    """Outputs of all chunks, in flight. This class replaces `Pending`, whose field `wait` holds a new function in each
+    call. Compiled code would guard on that function."""
 
     def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks

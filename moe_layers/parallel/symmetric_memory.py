@@ -1,8 +1,8 @@
-"""Gathers tokens in parts and reduces the results of all ranks, both overlapped with computation.
+"""Gathers tokens in parts and sums the results of all ranks. Both transfers overlap with computation.
 
 `CollectiveTransport` uses PyTorch's collectives. `PeerCopies` lets copy engines copy between the memories of one host's
-GPUs. A concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels take 16 to 32 SMs. A GEMM
-that fills the GPU makes NCCL's kernels wait, or waits for NCCL's kernels.
+GPUs. With `PeerCopies`, a concurrent GEMM keeps all SMs except the few that the barriers need. NCCL's kernels would
+take 16 to 32 SMs. If a GEMM fills the GPU, the GEMM and NCCL's kernels run one after the other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gathering(NamedTuple):
     wait: Callable[[int], Tensor]  # index of a part -> [P * n, ...], n rows of each rank
 
 
-# A function that waits for this rank's part of a sum and writes it to a tensor [n, ...]. Call the function once.
+# A function that waits for this rank's part of a sum, and writes the part to a tensor [n, ...]. Call the function once.
 Scattering = Callable[[Tensor], object]
 
 
@@ -49,7 +49,8 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
-        be complete or abandoned. A recomputation abandons operations if it stops once backward's tensors exist."""
+        be complete or abandoned. A recomputation abandons operations if the recomputation stops as soon as backward's
+        tensors exist."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -57,7 +58,8 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, shares: Tensor) -> Scattering:
-        """Start to sum all ranks' tensors [P * n, ...]. This rank gets [n, ...]. After `begin`, call `gather` first."""
+        """Start to sum all ranks' tensors [P * n, ...]. This rank gets its part [n, ...] of the sum. Call `gather`
+        between `begin` and the first `scatter`."""
 
 
 class CollectiveTransport(Transport):
@@ -78,21 +80,20 @@ class CollectiveTransport(Transport):
 
 
 class PeerCopies(Transport):
-    """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A reduction writes
-    each share to the rank that sums it. Sums are float32.
+    """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A scatter writes
+    each share to the rank that sums the share. Sums are float32.
 
-    The copies run on a separate stream. Each gather starts and each operation ends with a barrier. So no rank reads
-    memory before it is written, or overwrites memory that another rank still reads. Calls use the memory in turn: a
-    call on another stream waits for the previous call's stream. If CUDA graphs are replayed on another stream than the
-    surrounding calls, the user must order the replays.
+    The copies run on a separate stream. A barrier starts each gather, and another barrier ends each operation. The
+    barriers keep a rank from reading memory too early, and from overwriting memory that another rank still reads. Calls
+    use the memory in turn: a call on another stream waits for the previous call's stream. If CUDA graphs are replayed
+    on another stream than the surrounding calls, the user must order the replays.
 
     Raises:
-        RuntimeError: from PyTorch, if the GPUs cannot map each other's memory. A rank that does not reach a barrier
-            within the group's timeout makes the other ranks fail on the GPU. Also raised if
-            a reduction is completed after the next `begin`, because that call reuses the memory.
+        RuntimeError: the GPUs cannot map each other's memory (raised by PyTorch), or a sum is awaited only after the
+            next `begin`, which reuses the memory. If a rank does not reach a barrier within the group's timeout, the
+            other ranks fail on the GPU.
 
-    After an error on one rank alone, between the barriers of a call, the group can no longer be used, as with any
-    collective.
+    If a single rank fails between the barriers of a call, the group can no longer be used, as with any collective.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device):
@@ -102,17 +103,17 @@ class PeerCopies(Transport):
         self.timeout_ms = int(timeout.total_seconds() * 1000)
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
-        self._outgrown: list[Tensor] = []  # earlier, smaller memory; kept, because CUDA graphs may still use it
+        self._outgrown: list[Tensor] = []  # earlier, smaller memory; never freed, because CUDA graphs may use it
         self.under_way: set[object] = set()  # operations in flight; keeps tensors alive that the copy stream uses
         self._used_bytes = 0
         self.num_begun = 0
-        self.all_have_begun = False  # whether a barrier has followed the last `begin` in the stream
-        self._last: torch.Event | None = None  # event at the end of the last operation; None after a wait
+        self.all_have_begun = False  # whether a barrier has followed the last `begin` on the copy stream
+        self._last: torch.Event | None = None  # end of the last operation; None once a stream has waited for this event
         self._user = self._current_stream()  # stream of the last `begin`
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
-        """Return the group's only instance. All layers use its memory in turn."""
+        """Return the group's only instance. All layers of the group use its memory in turn."""
         group = distributed.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]  # private API
         if group not in _PEER_COPIES:
             _PEER_COPIES[group] = cls(group, device)
@@ -132,7 +133,7 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # Wait only if nothing has waited for this event: a CUDA graph under capture must not wait for earlier work.
+        # Wait only if no stream has waited for this event, because a CUDA graph's capture must not wait for older work.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -173,7 +174,8 @@ class PeerCopies(Transport):
         return _CopiedScattering(self, shares)
 
     def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Return memory on each rank for a tensor of this shape and dtype. Each call since `begin` gets new memory."""
+        """Return memory on each rank for a tensor of this shape and dtype. Until the next `begin`, calls get separate
+        memory."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._memory is not None and self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
@@ -186,7 +188,7 @@ class PeerCopies(Transport):
     @contextmanager
     def on_copy_stream(self) -> Iterator[None]:
         """Run the context on the copy stream, after the work already queued on the current stream."""
-        # torch.cuda.stream() queries the current device and stream again, and takes three times as long.
+        # Use `set_stream`: torch.cuda.stream() takes three times as long, because it queries device and stream again.
         user = self._current_stream()
         self.stream.wait_stream(user)
         torch.cuda.set_stream(self.stream)
@@ -200,7 +202,7 @@ class PeerCopies(Transport):
         self.all_have_begun = True
 
     def end(self) -> torch.Event:
-        """End an operation on the stream with a barrier of all ranks. Return an event for the end."""
+        """End an operation on the copy stream with a barrier of all ranks. Return an event that marks the end."""
         self.barrier()
         self._last = event = self.stream.record_event()
         return event
@@ -220,7 +222,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: Any, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with unseen_by_modes(), torch.inference_mode(False):  # training could not write to inference tensors
+    with unseen_by_modes(), torch.inference_mode(False):  # because training cannot write to inference tensors
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 
@@ -233,7 +235,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 
 
 def _empty_parts(size: int, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return uninitialised memory for `tensor` of all ranks, and views of `size * length` rows of it."""
+    """Return uninitialised memory for all ranks' `tensor`, and a view of `size * length` rows for each part."""
     whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
     return whole, whole.split([size * length for length in lengths])
 
@@ -242,7 +244,7 @@ class _CopiedScattering:
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
-        self._shares = _by_rank(shares, copies.size)  # kept alive until they are copied
+        self._shares = _by_rank(shares, copies.size)  # kept alive until the shares are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]  # the other ranks' shares
         assert copies.all_have_begun, "another rank may still read the memory written here"

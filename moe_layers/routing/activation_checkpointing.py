@@ -1,4 +1,4 @@
-"""Activation checkpointing support: a recomputation neither counts again nor chooses other experts."""
+"""Support for activation checkpointing: a recomputation adds nothing to counts, and reuses the forward's experts."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_
 from moe_kernels.runtime.pytorch import is_in_backward
 
 # FSDP2 labels its work for profilers. A recomputation may have more labels than the forward, for instance if experts
-# are a separate FSDP2 group before a shared expert. Selective checkpointing raises if a recomputation runs further
-# ops, so exempt the labels.
+# are a separate FSDP2 group before a shared expert. Selective checkpointing raises if a recomputation runs more ops
+# than the forward, so exempt the ops that set labels.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts for a checkpointed region. Its recomputation reuses the experts that the forward chose.
+    """Return contexts for a checkpointed region, whose recomputation then reuses the experts that the forward chose.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_routing)
 
-    A recomputed logit may differ in its last bit, for instance if another kernel runs. A token near a tie would then
-    change its expert, and its gradient would go to experts that it never passed. The region therefore keeps the results
-    of the routing ops from forward to backward: [T, K] experts and weights, and [T, E] logits. Counts of a global batch
-    are also kept. Everything else is recomputed. Several regions in flight keep separate results.
+    A recomputed logit may differ in its last bit, for instance if another kernel runs. A token with nearly tied experts
+    could then change its expert, and send its gradient to an expert that did not compute the token. The region
+    therefore keeps the results of the routing ops from forward to backward: [T, K] experts and weights, and [T, E]
+    logits. Counts of a global batch are also kept. Everything else is recomputed. Several regions in flight keep
+    separate results.
     """
     return create_selective_checkpoint_contexts(routing_ops())
 
@@ -56,7 +57,7 @@ def kept_choice(
     topk_experts: Tensor,  # [T, K] int32
     is_replayed: bool = False,
 ) -> Tensor:  # [T, K] int32
-    """Return a copy of a choice. `save_routing` keeps the op's result, so a recomputation needs no record.
+    """Return a copy of a choice. `save_routing` keeps the copy, so a recomputation needs no record of the choice.
 
     Raises:
         ValueError: a recomputation without `save_routing` replays the choice.

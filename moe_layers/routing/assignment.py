@@ -1,4 +1,4 @@
-"""Assignments decide which expert computes which token, in place of each token's own top-k.
+"""Assignments decide which experts compute a token, in place of the token's own top-k.
 
 An assignment replaces the router's choice. The router still computes the logits and, except with `CustomAssignment`,
 the weights of the assigned experts, with gradients. A slot without an expert is -1 and has weight zero.
@@ -10,9 +10,9 @@ the weights of the assigned experts, with gradients. A slot without an expert is
 | `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
 | `TokenRounding` | its top-k, plus or minus some, so that GEMM tiles are full | on the whole call: not causal |
 
-If the choice depends on all tokens of a call, a token's result depends on how a batch is split into calls and on the
-other sequences. A sampler that processes one token at a time then gets other results. Set `layer.router.assignment =
-None` to return the choice to the router. Padding is never chosen and does not affect other tokens, except that
+If the choice depends on all tokens of a call, a token's result depends on the other sequences and on the split of a
+batch into calls. A sampler that processes one token at a time then gets other results. To return the choice to the
+router, set `layer.router.assignment = None`. Padding gets no expert and does not affect other tokens, except that
 `ExpertChoice` counts padding in the number of tokens.
 """
 
@@ -44,18 +44,18 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts. Do
-        not synchronise the host.
+        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts.
 
-        Ids lie in [0, E), or are -1. Only ids on the CPU are checked.
+        An expert id lies in [0, E), or is -1 for no expert. Only ids on the CPU are checked. Implementations must not
+        synchronise the host.
         """
 
     @abstractmethod
     def num_slots(self, num_experts: int, top_k: int) -> int | None:
-        """Return K', the number of slots per token. None: K' depends on the logits, so no choice can be replayed."""
+        """Return K', the number of slots per token. Return None if K' depends on the logits, which rules out replay."""
 
     def check(self, owner: str, spec: RouterSpec) -> None:
-        """Raise ValueError unless the assignment supports a router of this kind."""
+        """Raise ValueError unless the assignment supports a router with these settings."""
         if self.decides_counts and (spec.num_groups > 1 or spec.sparsemixer_jitter is not None):
             raise ValueError(
                 f"{owner}: {type(self).__name__} needs a router without groups that is no SparseMixer, got {spec}"
@@ -64,9 +64,9 @@ class Assignment(ABC):
 
 @dataclass(frozen=True)
 class RoundRobinAssignment(Assignment):
-    """Assigns the experts in turn, so that their numbers of slots differ by at most one. For benchmarks.
+    """Assigns the experts in turn, for benchmarks. The experts' numbers of slots differ by at most one.
 
-    A token's experts depend only on the number of tokens before it. The router computes the weights.
+    A token's experts depend only on the number of earlier tokens. The router computes the weights.
     """
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
@@ -82,9 +82,9 @@ class RoundRobinAssignment(Assignment):
 
 
 class TokenExpertPairs(NamedTuple):
-    """Any number of experts per token, including none, in any order. A repeated pair counts repeatedly.
+    """Pairs of a token and an expert, in any order. A token may have any number of experts, including none.
 
-    Pairs whose token or expert does not exist are ignored.
+    A pair that is listed twice counts twice. Pairs whose token or expert does not exist are ignored.
 
     Shapes: tokens [P] int32 or int64, experts [P] int32, weights [P] float32 or float64.
     """
@@ -97,10 +97,10 @@ class TokenExpertPairs(NamedTuple):
 def slots_of_pairs(
     pairs: TokenExpertPairs, num_tokens: int, max_experts_per_token: int
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
-    """Return each token's pairs in list order, padded with -1. Differentiable in the weights.
+    """Return each token's experts and weights in list order, padded with -1 and 0. Gradients flow to the weights.
 
-    Pass `max_rows=P` to `sort_by_expert`, so that the slots are sorted to P rows instead of T * K'.
-    Deterministic, without host synchronisation.
+    To sort the slots to P rows instead of T * K', pass `max_rows=P` to `sort_by_expert`. The result is deterministic,
+    and the host does not synchronise.
 
     Args:
         max_experts_per_token: K'. A token's further pairs are ignored.
@@ -121,7 +121,7 @@ def slots_of_pairs(
     ordered, order = torch.where(exists, tokens.long(), num_tokens).sort(stable=True)
     pair = torch.arange(tokens.shape[0], device=tokens.device)
     rank = pair - torch.searchsorted(ordered, ordered)
-    # Ignored pairs get separate positions after the slots. These positions are cut off.
+    # Each ignored pair gets its own position after the slots. These positions are cut off later.
     num_slots = num_tokens * max_experts_per_token
     has_slot = (rank < max_experts_per_token) & (ordered < num_tokens)
     slot = torch.where(has_slot, ordered * max_experts_per_token + rank, num_slots + pair)  # [P]
@@ -139,10 +139,10 @@ class CustomAssignment(Assignment):
     Logits are [T, E], in float32 unless the layer is float64. Logits include padding tokens, whose result is ignored. A
     slot whose expert lies outside [0, E) adds nothing, and its weight gets no gradient. Gradients flow through the
     weights to the tensors from which `route` computed the weights. The layer synchronises with the GPU only if `route`
-    does. The choice cannot be replayed, because `route` also computes its weights.
+    does. The choice cannot be replayed, because only `route` can compute the weights.
 
     Args:
-        route: a function, but no module, because the layer would not register the module's parameters.
+        route: a callable, but no module, because the layer would not register the module's parameters.
         max_experts_per_token: limit on a token's pairs; further pairs are ignored. Default: the number of experts.
 
     Raises:

@@ -16,17 +16,18 @@ from .result import Slots
 class CapacityFactor:
     """Limits an expert's slots in each sequence to ceil(factor * S * top_k / num_experts).
 
-    Slots beyond the capacity add nothing, and the token's other weights do not change. A token without any slot passes
-    only through the residual connection. S is the size of the last axis but one of x, so sequences of a batch do not
-    influence one another. S includes padding, but padding uses no capacity. Capacity and results depend on S.
+    S, the sequence length, is the size of the second-last axis of x. Sequences of a batch do not influence one another.
+    S includes padding, but padding uses no capacity. Capacity and results depend on S. Slots beyond the capacity add
+    nothing, and the token's other weights do not change. A token without any slot passes only through the residual
+    connection.
 
     Sources: section 2.2 of https://arxiv.org/abs/2101.03961; "weight": section 4 of https://arxiv.org/abs/2106.05974.
 
     Args:
-        factor: multiple of an even share. Below 1, fewer rows are computed and saved for backward.
-        by: selects the slots that an expert keeps. "position" (default): the first in token order, independent of later
-            tokens. "weight": those with the largest routing weights, the first on ties. "weight" reads later tokens and
-            is not causal.
+        factor: capacity as a multiple of an even share. Below 1, fewer rows are computed and saved for backward.
+        by: selects the slots that an expert keeps. "position" (default) keeps the first slots in token order, whatever
+            tokens follow. "weight" keeps the slots with the largest routing weights, and on ties the first slots.
+            "weight" reads later tokens, and is therefore not causal.
 
     Raises:
         ValueError: `factor` is not a positive number, or `by` is unknown.
@@ -62,7 +63,7 @@ def even_share(ratio: tuple[int, int], num_slots: int, num_experts: int) -> int:
 def drop_beyond_capacity(
     slots: Slots, sequence_length: int, top_k: int, capacity: int | CapacityFactor | None
 ) -> Slots:
-    """Return the slots with -1 wherever an expert already has `capacity` slots of the same sequence.
+    """Return the slots, with -1 wherever an expert already has `capacity` slots in the same sequence.
 
     Slots that are already -1 use no capacity.
     """
@@ -88,8 +89,8 @@ def _rank_among_equals(
     keys: Tensor,  # [N] integers
     priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
-    """Return how many elements of equal key precede each element: higher priority first, then earlier position."""
-    # Use only the results of stable sorts, because `save_routing` keeps them. `ordered` holds the sorted keys.
+    """Return how many elements of equal key precede each element, by descending priority and then by position."""
+    # Use only results of stable sorts, because `save_routing` keeps these results. `ordered` holds the sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]

@@ -1,4 +1,4 @@
-"""Assignments in which an expert looks at all tokens of a call: expert choice and token rounding."""
+"""Assignments in which each expert selects among all tokens of a call: expert choice and token rounding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .result import Slots, spread_slots
 
 
 class _AcrossTokens(Assignment):
-    """Base of assignments that give a token any number of experts. Each token has E slots, and slot e holds expert e or
-    none."""
+    """Base of assignments that give a token any number of experts. Each token has E slots. Slot e holds expert e, or -1
+    for no expert."""
 
     decides_counts = True
 
@@ -57,13 +57,14 @@ class _AcrossTokens(Assignment):
 
 @dataclass(frozen=True)
 class ExpertChoice(_AcrossTokens):
-    """Each expert takes the ceil(factor * T * top_k / num_experts) tokens of the call with its highest scores.
+    """Each expert takes the ceil(factor * T * top_k / num_experts) tokens that score highest for this expert.
 
-    Balance is perfect. A token gets all experts that take it, possibly none. A token without experts passes only
-    through the residual connection. T includes padding, which no expert takes. Tokens compete by the router's scores,
-    such as a softmax over the experts. The first token wins ties, and NaN counts as the highest score. A selection
-    bias is ignored, because it would not change an expert's order of tokens. Weights follow the router's rule over the
-    experts that took the token. For the paper's weights, the plain scores, set `normalize=False`.
+    All experts take equally many tokens. A token gets every expert that takes the token, possibly none. A token without
+    experts passes only through the residual connection. T counts all tokens of the call, including padding, which no
+    expert takes. The scores are the router's, such as a softmax over the experts. On ties the first token wins. NaN
+    counts as the highest score. A selection bias is ignored, because a bias would not change an expert's order of
+    tokens. Weights follow the router's rule, applied to the experts that took the token. For the paper's weights, which
+    are the plain scores, set `normalize=False`.
 
     Forward and backward allocate these ceil(...) rows per expert, at most T. Choice and weights are [T, E], and the
     weights are saved for backward.
@@ -71,7 +72,7 @@ class ExpertChoice(_AcrossTokens):
     Source: https://arxiv.org/abs/2202.09368.
 
     Args:
-        factor: the paper's capacity factor divided by top_k. The default 1 computes as much as top-k.
+        factor: the paper's capacity factor divided by top_k. The default 1 computes as many rows as top-k routing.
 
     Raises:
         ValueError: `factor` is not a positive number.
@@ -93,7 +94,7 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# Each function returns the number that is added to a count before the count is rounded down to the multiple.
+# `_ADDED[rounding](multiple)` is added to a count, so that rounding the sum down to a multiple gives this rounding.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
@@ -101,18 +102,19 @@ _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2,
 class TokenRounding(_AcrossTokens):
     """Rounds each expert's number of tokens in the top-k to a multiple, so that no GEMM tile is partly empty.
 
-    An expert with too many tokens drops those with its lowest scores, the last on ties. An expert with too few adds the
-    tokens with its highest scores among all that did not choose it. A token may therefore get fewer experts than top_k,
-    possibly none, or more. Weights follow the router's rule over the experts that the token gets. With fewer tokens
-    than the multiple, no expert gets any. Use this assignment only for training, with many more tokens.
+    An expert with too many tokens drops the tokens that score lowest for this expert, the last tokens on ties. An
+    expert with too few tokens adds, from all tokens that did not choose this expert, those that score highest. A token
+    may therefore get fewer experts than top_k, possibly none, or more. Weights follow the router's rule, applied to the
+    experts that the token gets. If a call has fewer tokens than the multiple, no expert gets any token. Use this
+    assignment only for training, with many more tokens.
 
-    Experts have at most T * top_k rows plus those that rounding adds. Choice and weights are [T, E], and the weights
+    Experts have at most T * top_k rows plus the rows that rounding adds. Choice and weights are [T, E], and the weights
     are saved for backward.
 
     Source: https://arxiv.org/abs/2512.14080.
 
     Args:
-        multiple: the height of a tile; 128 by default.
+        multiple: counts are rounded to multiples of this number. The default 128 is the height of a GEMM tile.
         rounding: "nearest" (default; half rounds up), "down" (only drops) or "up" (only adds, if tokens suffice).
 
     Raises:
@@ -136,12 +138,12 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # Do not gather by `order`: Inductor of PyTorch 2.11 cannot compile a sum over indirectly loaded values.
+        # Scatter instead of gathering by `order`: Inductor of PyTorch 2.11 cannot compile a sum over gathered values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
         num_chosen = is_chosen.cumsum(1)  # [E, T] running count, highest score first
         counts = num_chosen[:, -1:]
-        # Chosen tokens precede the others. Both groups have the highest score first.
+        # Rank the chosen tokens before all other tokens, and within each of these groups by descending score.
         rank = torch.where(is_chosen > 0, num_chosen - 1, counts + position - num_chosen)
         rounded = (counts + _ADDED[self.rounding](self.multiple)) // self.multiple * self.multiple
         return rank < rounded.clamp(max=available // self.multiple * self.multiple)

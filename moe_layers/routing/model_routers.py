@@ -1,4 +1,4 @@
-"""The routers of a model: this package's, and routers of other libraries that an integration has attached."""
+"""Finds the routers of a model: this package's routers, and other libraries' routers that an integration attached."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ class ReplayedChoice(NamedTuple):
     """The choice that a router replays."""
 
     experts: Tensor  # [T, K] int64
-    is_own: Tensor | None  # [T, 1] bool: tokens that keep the router's own choice; None: no token does
+    is_own: Tensor | None  # [T, 1] bool: True for tokens that keep the router's own choice; None if no token does
 
 
 class AttachedRouter(Protocol):
     """A router of another library whose routing this package reads and changes.
 
-    `balance`, `whole_models` and `RoutingReplay` use these members. Members of this package's own layers mean the same.
+    `balance`, `whole_models` and `RoutingReplay` use these members. A member of this package's own layers with the same
+    name has the same meaning.
     """
 
     name: str  # name of the router in its model
@@ -30,7 +31,7 @@ class AttachedRouter(Protocol):
     num_zero_experts: int
     block: nn.Module  # the module that holds the router and its experts
     observer: Any
-    balance_losses: Any  # a BalanceLosses; Any, because this folder must not import that class
+    balance_losses: Any  # a BalanceLosses; typed as Any, because this folder must not import BalanceLosses
     aux_loss: Tensor | None
     aux_loss_scale: Tensor | None
     expert_counts: Tensor
@@ -68,7 +69,8 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
     """Let `find` add another library's routers. `find(model)` maps the name of each router's layer to the router.
 
-    Integrations call this function when they are imported, because this folder must not import them.
+    An integration calls this function when the integration is imported, because this folder must not import
+    integrations.
     """
     _FINDERS.append(find)
 

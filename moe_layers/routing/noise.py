@@ -13,18 +13,18 @@ from moe_kernels import RouterSpec, topk_routing
 
 @dataclass(frozen=True)
 class RouterNoise:
-    """Noise that a router adds in training mode, drawn from PyTorch's generator of the device. Evaluation has none.
+    """Noise that a router adds in training mode only, drawn from PyTorch's generator of the device.
 
-    A recomputation draws the same numbers if checkpointing preserves the generator's state, as it does by default.
+    A recomputation draws the same numbers if checkpointing preserves the generator's state, which is the default.
 
     Args:
-        input_jitter: in the router's input, each element of a token is multiplied by an independent uniform number from
-            [1 - input_jitter, 1 + input_jitter). Jitter changes choice, weights, logits and losses, and gradients flow
+        input_jitter: multiplies each element of the router's input by an independent uniform number from
+            [1 - input_jitter, 1 + input_jitter). Jitter changes choice, weights, logits and losses. Gradients flow
             through the product. Default: 0. Source: https://arxiv.org/abs/2101.03961.
         gumbel: scale of independent standard Gumbel noise that is added to the logits before experts are chosen.
-            With 1 and softmax scores, experts are drawn without replacement by their probabilities. Weights, losses and
-            gradients use the logits without noise. A replayed choice is not changed. Default: 0. Source:
-            https://arxiv.org/abs/1903.06059.
+            With scale 1 and softmax scores, experts are drawn without replacement in proportion to their probabilities.
+            Weights, losses and gradients use the logits without noise. Noise does not change a replayed choice.
+            Default: 0. Source: https://arxiv.org/abs/1903.06059.
 
     Raises:
         ValueError: `input_jitter` is not in [0, 1), or `gumbel` is negative or not finite.

@@ -1,4 +1,4 @@
-"""Captures the expert choices of a run and replays them in another, for example to train on another model's samples."""
+"""Captures a run's expert choices and replays them in another run, for example to train on another model's samples."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class RoutingReplay:
     saved like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
 
     The model may also be a transformers model that was given to `enable`. The keys are then the names of the blocks
-    that hold the routers, and the router's own code weighs the replayed experts. There, a token with a negative expert
-    keeps the router's own choice. In a `MoEFeedForward`, -1 means no expert.
+    that hold the routers, and the router's own code weighs the replayed experts. In a transformers model, a token with
+    a negative expert keeps the router's own choice. In a `MoEFeedForward`, -1 means no expert.
 
-    Capture and replay use hooks, so run a model uncompiled during both if `torch.compile` has compiled it.
+    Capture and replay use hooks. If `torch.compile` has compiled a model, run the model uncompiled in both contexts.
 
     Raises:
         ValueError: a choice is not [T, K] int32.
@@ -67,20 +67,21 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1, as do tokens beyond the end of an array, such as the last token, which the engine never runs. A
-        transformers model keeps its own choice for -1. A batch in several forwards needs a record for each.
+        Padding gets -1. Tokens beyond the end of an array also get -1, such as the last token, which the engine never
+        runs. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make one record per
+        forward.
 
         Shapes: attention_mask [B, S].
 
         Args:
             rollouts: the engine's expert ids for each sequence, integers [sequence, layer, top-k] from the first token
-                on. The layers are those with experts, or all layers; layers without experts are then ignored.
-            attention_mask: for a batch that is padded on any side. Zero marks padding.
+                on. An array has all layers, or only those with experts. Layers without experts are ignored.
+            attention_mask: mask of a batch padded on any side; zero marks padding. Default: None, for a packed batch.
             lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
         Raises:
-            ValueError: the model has no router; an array is not [sequence, layer, top-k] integers, has other numbers of
-                layers or experts, or is longer than its sequence; a token has an expert twice or out of range; or a
+            ValueError: the model has no router; an array is not [sequence, layer, top-k] integers, has a wrong number
+                of layers or experts, or is longer than its sequence; a token has an expert twice or out of range; or a
                 `MoEFeedForward` would have tokens without experts.
         """
         routers = _routers("from_rollouts", model)
@@ -130,14 +131,14 @@ class RoutingReplay:
 
     @contextmanager
     def replay(self, model: nn.Module) -> Iterator[None]:
-        """Replay the record, in its order, in the forwards of each router of `model` inside the context.
+        """Replay the record inside the context: each forward of a router of `model` gets the router's next choice.
 
         A checkpointed region of `MoEFeedForward` layers needs `context_fn=save_routing`, and its backward must also run
-        inside the context. A transformers model needs neither.
+        inside the context. A transformers model needs neither condition.
 
         Raises:
             ValueError: the model has other routers than the record, a router runs more or less often than in the
-                record, a choice does not fit its tokens, or an expert is out of range (on a GPU, an assertion).
+                record, a choice does not fit its tokens, or an expert is out of range (on a GPU an assertion fails).
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))
@@ -176,7 +177,7 @@ class _Replay:
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
         tokens = inputs[0] if inputs else named_inputs["tokens"]
-        if is_in_backward():  # any choice of the right shape: a checkpointed region uses the choice that it has saved
+        if is_in_backward():  # any choice of this length serves, because a checkpointed region uses its saved choice
             choice = next(choice for choice in self.choices if len(choice) == len(tokens))
         else:
             choice = self.next(len(tokens), router.num_slots)
@@ -203,7 +204,7 @@ class _Replay:
 
 
 def _prepare(replays: list[_Replay]) -> None:
-    """Move the choices to the routers' devices and convert them, with a few ops for all layers."""
+    """Convert all choices to the devices and dtypes of their routers, with few ops for all layers together."""
     alike: dict[Any, list[tuple[_Replay, int]]] = defaultdict(list)
     for replay in replays:
         router, is_attached = replay.router, not isinstance(replay.router, TopKRouter)
@@ -219,7 +220,7 @@ def _prepare(replays: list[_Replay]) -> None:
         is_own = None
         if is_attached:
             is_own = (choices < 0).any(2, keepdim=True)
-            # Keep a mask on a GPU without reading it, because reading would synchronise the host.
+            # Keep a mask on a GPU even if the mask is all false, because reading a mask would synchronise the host.
             is_own = is_own.to(device) if source.type == "cuda" or is_own.any() else None
             choices = choices.long()
         choices = choices.to(device)
@@ -289,7 +290,8 @@ def _as_choices(index: int, array: Any) -> Tensor:  # [S, L, K] int32
 
 
 def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]:
-    """Return each router's layer index in the arrays: its number among the routers, or among all layers."""
+    """Return each router's layer index in the arrays: the router's number among the routers, or its layer's number
+    among all layers."""
     if num_layers == len(names):
         return list(range(num_layers))
     numbers = [int(found[1]) for name in names if (found := re.search(r"(?:^|\.)(\d+)(?:\.|$)", name))]
@@ -305,7 +307,7 @@ def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]
 def _positions(
     arrays: list[Tensor], attention_mask: Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[list[Tensor], int]:
-    """Return the index in the batch of each token of each array, and the number of tokens of the batch."""
+    """Return the batch indices of each array's tokens, and the number of tokens in the batch."""
     if attention_mask is not None and lengths is not None:
         raise ValueError("RoutingReplay.from_rollouts: one of attention_mask and lengths must be None, got both")
     if attention_mask is not None:

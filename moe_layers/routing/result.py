@@ -1,4 +1,4 @@
-"""The routing of one forward: slots within the layer, `LayerRouting` for losses and the caller."""
+"""The routing of one forward: `Slots` for use inside the layer, and `LayerRouting` for losses and for the caller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..input import TokenInfo
 
 
 class LayerRouting(NamedTuple):
-    """The router's decision in one forward of a layer; T counts the tokens over all leading axes.
+    """The router's decision in one forward of a layer. T counts the tokens over all leading axes of the input.
 
     A token chooses experts. An expert gets the tokens that chose it, up to its capacity. Padding chooses no expert.
 
@@ -24,7 +24,7 @@ class LayerRouting(NamedTuple):
         tokens_per_expert: [E] int32, number of tokens that each expert got. E includes the zero experts.
         chosen_experts: [T, K] int32, `topk_experts` before the capacity; None without a capacity.
         chosen_per_expert: [E] int32, `tokens_per_expert` before the capacity; None without a capacity.
-        token_mask: [T] bool, False for padding; None for no padding.
+        token_mask: [T] bool, False for padding; None without padding.
         sequence_lengths: [N] integers, or one length for all; None if unknown.
     """
 
@@ -49,8 +49,8 @@ class LayerRouting(NamedTuple):
 
     @property
     def num_tokens(self) -> int | Tensor:
-        """Return the number of tokens that are not padding; with a mask, counted on the device."""
-        # `shape[0]` instead of `len`, because `len` would be a constant in an exported program.
+        """Return the number of tokens that are not padding. With a mask, the number is a tensor on the device."""
+        # Use `shape[0]` instead of `len`, because `len` would be a constant in an exported program.
         return self.logits.shape[0] if self.token_mask is None else self.token_mask.sum()
 
 
@@ -59,13 +59,13 @@ def spread_slots(
     values: Tensor | int,  # [T, K], or one for all
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """Return [T, E] with the sum of each token's values for each expert, or zero. Differentiable in `values`."""
-    # Slots without an expert go to an extra column, which is cut off.
+    """Return the sum of each token's values for each expert, or zero without values. Gradients flow to `values`."""
+    # Add slots without an expert to an extra column, which is cut off afterwards.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
     empty = torch.zeros(choices.shape[0], num_experts + 1, dtype=dtype, device=choices.device)
-    # An assignment may name an expert twice. A sum of two values is the same in any order. Sums of more values are
-    # deterministic on a GPU only in PyTorch's deterministic mode.
+    # An assignment may name an expert several times for a token. A sum of two values is the same in any order. On a
+    # GPU, sums of more values are deterministic only in PyTorch's deterministic mode.
     values = values if isinstance(values, Tensor) else empty.new_full(choices.shape, values)
     return empty.scatter_add(1, column, values)[:, :num_experts]
 
@@ -97,7 +97,7 @@ def layer_routing(
     num_experts: int,  # zero experts included
     implementation: str | None,
 ) -> LayerRouting:
-    """Return the routing of a forward, with counts by expert. `offsets`, if given, saves one sort for the counts."""
+    """Return the routing of a forward, with counts by expert. If `offsets` is given, the counts need one sort less."""
 
     def count(experts: Tensor) -> Tensor:  # [E] int32
         return differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)
@@ -127,7 +127,7 @@ def identity_output(
     num_experts: int,
     implementation: str | None,
 ) -> Tensor:  # [T, D]
-    """Return each token times the sum of the weights of its zero experts, whose ids start at `num_experts`."""
+    """Return each token times the sum of its zero experts' weights. The ids of zero experts start at `num_experts`."""
     is_zero = slots.topk_experts >= num_experts
     weights = torch.where(is_zero, slots.topk_weights, 0.0).sum(1, keepdim=True)  # [T, 1]
     slot_to_row = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)[:, None]

@@ -29,20 +29,20 @@ class TopKRouter(nn.Module):
     Parameters are `weight` [E, D] and, depending on the settings, `bias` [E], `input_scale` [D] and `per_expert_scale`
     [E]. The weight may be float32 with 16-bit tokens, as in some models. All products are then float32.
 
-    The selection bias is the buffer `selection_bias` [E]. Updates of this bias are small, so it stays float32 when the
-    module is converted to a shorter dtype.
+    The selection bias is the buffer `selection_bias` [E]. This bias stays float32 when the module is converted to a
+    shorter dtype, because updates of the bias are small.
 
     `expert_counts` [E] int64 holds the counts for balancing. State dicts do not contain the counts. The counts are no
-    buffer, because each rank has its own and DistributedDataParallel would overwrite them with the first rank's.
+    buffer, because each rank has its own counts, which DistributedDataParallel would overwrite with the first rank's.
 
     Args:
-        router: the settings; None for `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
+        router: the settings. Default: `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
             Mixtral and Qwen3. `weight_on_input` concerns the experts, not the router.
-        assignment: replaces the top-k choice: an `Assignment`, or a function as for `CustomAssignment`. Default: None.
+        assignment: an `Assignment` that replaces the top-k choice, or a `route` for `CustomAssignment`. Default: None.
         noise: noise in training mode. Default: None.
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
-        init_std: standard deviation of the weight at initialisation.
-        implementation: "triton", "reference", or None to choose by device.
+        init_std: standard deviation of the weight at initialisation. Default: 0.02.
+        implementation: "triton", "reference", or None (default) to choose by device.
 
     Warns:
         RuntimeWarning: `top_k` is 1 and `router` normalises the weights: each weight is 1 and has no gradient.
@@ -124,7 +124,7 @@ class TopKRouter(nn.Module):
         self,
         weight: Tensor,  # [E, D]
     ) -> LinearRouter:
-        """Return the operands of the op that routes with this weight. Requires `is_linear_op`.
+        """Return the operands of the op that routes with this weight. `is_linear_op` must be True.
 
         Shapes: weight [E, D].
         """
@@ -135,7 +135,7 @@ class TopKRouter(nn.Module):
 
     @property
     def num_slots(self) -> int | None:
-        """Return the slots per token: top_k, or the assignment's number, which is None if unknown before a forward."""
+        """Return the number of slots per token, or None if an assignment decides the number only in each forward."""
         if self.assignment is None:
             return self.top_k
         return self.assignment.num_slots(self.num_experts, self.top_k)
@@ -166,13 +166,13 @@ class TopKRouter(nn.Module):
         Shapes: tokens [T, D], topk_experts [T, K] int32, token_mask [T] bool.
 
         Args:
-            topk_experts: experts to weigh instead of choosing any; None, the default, chooses. -1 means no expert. On a
-                GPU and in compiled code, ids cannot be checked, and ids beyond the experts become -1.
-            token_mask: False for padding, which an assignment leaves out. A router without an assignment ignores it.
+            topk_experts: experts to weigh, with -1 for no expert. Default: None, which lets the router choose. On a GPU
+                and in compiled code, ids cannot be checked, and ids beyond the experts become -1.
+            token_mask: False for padding, which an assignment leaves out. A router without assignment ignores the mask.
 
         Raises:
-            ValueError: a shape, dtype or device disagrees with signature or parameters, or an id on the CPU is too
-                large.
+            ValueError: a shape, dtype or device disagrees with the signature or the parameters, or an id on the CPU is
+                too large.
         """
         if topk_experts is not None:
             self._check_replayed(topk_experts, len(tokens))
@@ -204,7 +204,7 @@ class TopKRouter(nn.Module):
         check_experts("TopKRouter", topk_experts, self.num_experts)
 
     def _prepared(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the input of the linear map: with noise in training mode, and normalised if the settings say so."""
+        """Return the input of the linear map. Add jitter in training mode, and normalise if the settings say so."""
         if self.training and self.noise is not None:
             tokens = self.noise.jitter(tokens)
         if self.input_scale is not None:
@@ -239,7 +239,7 @@ class TopKRouter(nn.Module):
         add_once(self.expert_counts, choices_per_expert)
 
     def take_counts_to(self, device: torch.device) -> None:
-        """Move the counts to `device`, because `fully_shard` moves only parameters. Meta counts are not moved."""
+        """Move the counts to `device`, because `fully_shard` moves only parameters. Counts on meta are not moved."""
         if self.expert_counts.device != device and not self.expert_counts.is_meta:
             self.expert_counts = self.expert_counts.to(device)
 
@@ -250,7 +250,7 @@ class TopKRouter(nn.Module):
         if self.accumulated_counts is not None:
             self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
-            self.expert_counts.zero_()  # `to_empty` left the counts uninitialised, and no state dict fills them
+            self.expert_counts.zero_()  # because `to_empty` left the counts uninitialised, and no state dict has counts
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self
@@ -268,6 +268,6 @@ class TopKRouter(nn.Module):
 
 
 def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
-    """Mark a router's forward hook that reads only the chosen experts."""
+    """Return a router's forward hook, marked as a hook that only reads the chosen experts."""
     hook.watches_choice = True
     return hook

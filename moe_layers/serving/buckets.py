@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_positive
 
-_ALIGNMENT = 16  # bytes; at a multiple, the bytes of the buffer can be viewed as any dtype
+_ALIGNMENT = 16  # bytes; a tensor that starts at a multiple can be viewed in any dtype
 
 
 class Entry(NamedTuple):
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that are sent together: the entries as a Python object, the buffer as one tensor.
+    """Weights that are sent together. The entries are a Python object, and the buffer is one tensor.
 
     Attributes:
         entries: name, dtype, shape, offset and (with `checksums=True`) checksum of each weight.
@@ -59,7 +59,7 @@ def checksum(tensor: Tensor) -> int:
 def pack(weights: Iterable[tuple[str, Tensor]], max_bytes: int, *, checksums: bool = False) -> Iterator[Bucket]:
     """Yield the weights in order, in buckets of at most `max_bytes` on one device. A larger tensor gets its own bucket.
 
-    Memory holds one bucket, and the tensors that were packed into this bucket.
+    At any time, memory holds only one bucket and the tensors that were packed into this bucket.
 
     Args:
         checksums: also store the checksum of each tensor, which `Bucket.unpack` verifies. Default: False.

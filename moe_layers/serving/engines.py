@@ -1,8 +1,8 @@
-"""Tables of the layout of experts that inference engines read, by architecture.
+"""Tables of the layouts in which inference engines read experts, by architecture.
 
 Every entry was compared with `load_weights` in vllm/model_executor/models of vLLM 0.33.0 and in sglang/srt/models of
-SGLang 0.5.23. vLLM has no file for flex_olmo and hunyuan_v1_moe, so its transformers backend loads them. Both engines
-take the names of published checkpoints, and stack the gate and up matrices of each expert in one parameter.
+SGLang 0.5.23. vLLM has no file for flex_olmo and hunyuan_v1_moe, so vLLM's transformers backend loads these models.
+Both engines take the names of published checkpoints, and stack each expert's gate and up matrices in one parameter.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ LAYOUTS = ("huggingface", *_ENGINES)
 
 
 def engine_layout(engine: str, *model_types: str | None) -> str:
-    """Return the layout of experts that an engine reads.
+    """Return the layout in which an engine reads the experts of an architecture.
 
     Args:
-        model_types: model_type of the text model, then of the model that contains it.
+        model_types: model_type of the text model, then of the model that contains the text model.
 
     Raises:
         ValueError: the engine is not known to load this architecture.

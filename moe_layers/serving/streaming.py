@@ -1,4 +1,4 @@
-"""Yields the weights of a model under the names that an inference engine loads, one layer in memory at a time."""
+"""Yields a model's weights under the names that an inference engine loads. Memory holds one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-# The layer of a tensor: the tensor's name up to the first number. A name without a number is a layer by itself.
+# Matches a name up to its first number. This prefix identifies the layer. A name without a number is a separate layer.
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")
 
 
 def iter_weights(
     model: nn.Module, layout: str = "huggingface", *, keep_quantized: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of all weights, for `load_weights` of an inference engine.
+    """Yield the name and the tensor of each weight, for `load_weights` of an inference engine.
 
-    The model may be one of transformers, with or without `enable`, or any module with `MoEFeedForward` layers. FSDP2 or
+    `model` is a transformers model, with or without `enable`, or any module with `MoEFeedForward` layers. FSDP2 or
     expert parallelism may shard the model. All ranks must then iterate together, and each rank gets whole tensors.
     Active LoRA adapters are added in float32, and each sum is rounded once. The model keeps its adapters. Weights in
     FP8, MXFP4 or 4 bits are dequantised by default. Tied weights are yielded once.
 
-    Memory holds one layer beyond the model, or less where tensors are views of its parameters. A tensor is valid until
-    the model changes. An engine that loads asynchronously needs copies, as `pack` makes them.
+    Besides the model, memory holds at most one layer. Tensors that are views of parameters need no further memory. A
+    tensor is valid until the model changes. An engine that loads asynchronously needs copies, such as those of `pack`.
 
     Args:
-        layout: "huggingface" (default): the names that `save_pretrained` writes. "vllm" or "sglang": the same, after a
-            check that the engine reads this architecture's layout: per expert (most models) or packed. For engines, the
-            matrices of Qwen3-VL-MoE are transposed, as in its published checkpoints.
+        layout: "huggingface" (default) yields the names that `save_pretrained` writes. "vllm" and "sglang" yield the
+            same names, after a check that the engine reads this architecture's layout: per expert (most models) or
+            packed. For engines, the matrices of Qwen3-VL-MoE are transposed, as in its published checkpoints.
         keep_quantized: yield FP8 and MXFP4 weights as stored, as quantised numbers and scales. The engine's
             configuration must name this quantisation. Default: False.
 
     Raises:
-        ValueError: the layout is unknown, or the engine has no loader for this architecture; the model holds a
-            transformers model below other modules; experts or tensors are missing on this rank, or sharded by
-            FSDP1 or DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
+        ValueError: the layout is unknown, or the engine has no loader for this architecture; the model is a module that
+            contains a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
+            DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
     check_choice("iter_weights", "layout", layout, LAYOUTS)
@@ -112,7 +112,7 @@ class _Stream:
             if len(layouts) == 1 and layouts[0].keys[0].per_expert:
                 yield from _per_expert(blocks[0], layouts[0], value, tensor)
             else:
-                # transformers writes Qwen3-VL-MoE's experts [E, out, in]. The engines read the published [E, in, out].
+                # transformers writes Qwen3-VL-MoE's experts as [E, out, in]. Engines read [E, in, out], as published.
                 is_turned = self.expected == "transposed" and not getattr(value.experts, "is_transposed", True)
                 for disk_name, held in self._renamed({value.name: tensor}).items():
                     yield disk_name, held.transpose(1, 2) if is_turned else held
@@ -123,7 +123,7 @@ class _Stream:
         return revert_weight_conversion(self.names, tensors)  # pyright: ignore[reportArgumentType]  # only these attributes are read
 
     def _of_layer(self, value: LayerValue) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of an `MoEFeedForward` layer."""
+        """Yield the tensors of a `MoEFeedForward` layer under their names in a checkpoint."""
         layer: Any = value.layer
         source, chosen = layer.checkpoint_source, None
         if self.layout != "huggingface":
@@ -141,7 +141,7 @@ class _Stream:
 def _naming(root: Any) -> SimpleNamespace:
     """Return the attributes of a model from which transformers derives the names of the model's weights on disk.
 
-    A quantiser's conversions are left out: `iter_weights` dequantises the weights, or yields them as they are stored.
+    Conversions by a quantiser are left out, because `iter_weights` dequantises weights or yields them as stored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -180,8 +180,8 @@ def _memory_layout(experts: Any) -> str:
 
 
 class _LayerState(dict[str, Any]):
-    """Maps names to whole tensors of a layer. Expert weights are read on request, and only the last weight stays in
-    memory."""
+    """Maps names to whole tensors of a layer. Expert weights are read on request. Only the last expert weight that was
+    read stays in memory."""
 
     def __init__(self, name: str, layer: Any, keep_quantized: bool):
         self.experts, self.keep_quantized = layer.experts, keep_quantized

@@ -1,4 +1,4 @@
-"""Reads whole tensors of a model one by one, adds adapters, and removes the wrappers of modules from the names."""
+"""Reads whole tensors of a model one by one, adds adapters, and removes wrapper modules from the tensors' names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LowRank(NamedTuple):
 
 
 class Value(NamedTuple):
-    """A tensor of the model. Only a call of `read` makes the tensor.
+    """A tensor of the model. The tensor is gathered or computed only when `read` is called.
 
     Attributes:
         experts: the experts module of a transformers model if the tensor holds all experts, else None.
@@ -41,7 +41,7 @@ _Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor
 
 
 class LayerValue(NamedTuple):
-    """An `MoEFeedForward` layer. All tensors of the layer are read together."""
+    """A `MoEFeedForward` layer. All tensors of the layer are read together."""
 
     name: str
     layer: MoEFeedForward
@@ -59,7 +59,7 @@ class Reader(NamedTuple):
     dtype: torch.dtype
 
     def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
-        """Yield each persistent tensor and `MoEFeedForward` layer of a model once. Only `Value.read` reads a tensor."""
+        """Yield each persistent tensor and each `MoEFeedForward` layer of a model once. `Value.read` reads a tensor."""
         yield from self._walk(model, "", {}, {})
 
     def _walk(
@@ -80,7 +80,7 @@ class Reader(NamedTuple):
     def _own(
         self, module: Any, path: str, changes: Mapping[str, list[LowRank]], seen: _Seen
     ) -> Iterator[Value | LayerValue]:
-        """Yield a module's parameters and persistent buffers, without those of its children."""
+        """Yield a module's own parameters and persistent buffers, without those of its child modules."""
         held = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
         temporary = module._non_persistent_buffers_set
         held |= {n: b for n, b in module._buffers.items() if b is not None and n not in temporary}
@@ -93,7 +93,7 @@ class Reader(NamedTuple):
             full, added = _join(path, name), changes.get(name, [])
             if id(tensor) in seen:
                 first, of_first = seen[id(tensor)]
-                if of_first != added:  # the weight is yielded once
+                if of_first != added:  # a tied weight is yielded only once, with the adapters of its first name
                     raise ValueError(
                         f"iter_weights: tied weights must have the same adapters, got {first} and {full} with others; "
                         "untie them"
@@ -143,7 +143,7 @@ class Reader(NamedTuple):
         numbers, scales = gathered(full, numbers), gathered(full, scales)
         out = torch.empty_like(numbers, dtype=self.dtype)
         by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
-        for matrix, stored, scale in by_expert:  # by expert: a float32 copy of all would exceed the result
+        for matrix, stored, scale in by_expert:  # a float32 copy of all experts would be larger than the result
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
 
@@ -161,7 +161,7 @@ def _join(path: str, name: str) -> str:
 def gathered(name: str, tensor: Any) -> Tensor:
     """Return the full tensor. All ranks must call this function in the same order.
 
-    As argument `local_share` of `active_adapters`, this function keeps the experts of all ranks.
+    If `active_adapters` gets this function as `local_share`, the adapters hold the experts of all ranks.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):
@@ -174,12 +174,12 @@ def gathered(name: str, tensor: Any) -> Tensor:
 
 
 def peft_class(module: nn.Module) -> str | None:
-    """Return the name of a module's PEFT class, or None. Base classes count, because FSDP2 derives classes."""
+    """Return the name of a module's PEFT class, or None. Base classes also count, because FSDP2 derives a new class."""
     return next((kind.__name__ for kind in type(module).__mro__ if kind.__module__.startswith("peft.")), None)
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
-    """Return the module inside a wrapper of PEFT, and the wrapper's active adapters by the name of the weight.
+    """Return the module inside a PEFT wrapper, and the wrapper's active adapters by the name of their weight.
 
     Raises:
         ValueError: the wrapper does more than add plain LoRA to a weight.
@@ -207,13 +207,13 @@ def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRan
 
 
 def own_memory(tensor: Tensor, held: Any) -> Tensor:
-    """Return a tensor that may be overwritten: a copy if `tensor` has the memory of the parameter `held`."""
+    """Return a tensor that may be overwritten: a copy if `tensor` shares memory with the parameter `held`."""
     local = held.to_local() if is_dtensor(held) else held
     return tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
 
 
 def _add(name: str, weight: Tensor, changes: list[LowRank]) -> Tensor:
-    """Add adapters to a weight in place. Sum in float32, or in float64 for a float64 weight, and round once."""
+    """Add adapters to a weight in place. The sum is float32, or float64 for a float64 weight, and is rounded once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     factors = [(*_factors(name, change), change.wrapper.scaling[change.adapter]) for change in changes]
     matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)

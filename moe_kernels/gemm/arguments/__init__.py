@@ -1,1 +1,1 @@
-"""The argument classes of the catalog's kernels, one file per form of GEMM."""
+"""Argument classes of the GEMM kernels, one file per kind of GEMM."""

@@ -11,18 +11,18 @@ from torch import Tensor
 from ...types import TileTable
 from .base import RowArguments, layout_of
 
-COLUMNS = 128  # columns that each element of `row_sums` sums
+COLUMNS = 128  # number of columns that each element of `row_sums` sums
 
 
 @dataclass(eq=False)
 class ActivationGradientArguments(RowArguments):
-    """Arguments of a GEMM in the expert op's backward that also computes the activation's gradient. For every group g,
-    dA' is A[start:end] @ B[g], rounded to A's dtype. The results are:
+    """Arguments of a GEMM in the expert op's backward that also computes the activation's gradient. For every group g
+    with the rows start:end, dA' is A[start:end] @ B[g], rounded to A's dtype. The results are:
 
         out = row_weights * dA' * activation'(preactivation)       weighted = row_weights * activation(preactivation)
         row_sums = the sums of dA' * activation(preactivation) over blocks of `COLUMNS` columns
 
-    Rows past the last group are not written. `out` may be `preactivation`.
+    Rows past the last group are not written. `out` may be the tensor `preactivation`.
     """
 
     operand_names = ("A", "B", "out")

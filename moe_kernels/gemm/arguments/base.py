@@ -1,7 +1,7 @@
 """Base of the catalog's argument classes, and helpers that build their selection and table keys.
 
-Any object with `__dlpack__` may be passed as a tensor. Its memory is used without a copy. `error` reports shapes,
-dtypes and devices that no kernel supports. A single kernel's requirements are in its metadata.
+Any object with `__dlpack__` may be passed as a tensor. The object's memory is used without a copy. `error` reports
+shapes, dtypes and devices that no kernel supports. A single kernel's requirements are in its metadata.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def rows_bucket(num_rows: int, num_groups: int) -> int:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """Return (dtype, contiguity of each axis, is_aligned, has_lines). `is_aligned`: the address and strides other than
-    1 are multiples of 16 bytes, as TMA needs. `has_lines`: strides longer than a cache line are multiples of one."""
+    1 are multiples of 16 bytes, as TMA needs. `has_lines`: strides longer than a cache line are multiples of a cache
+    line."""
     return _layout(tensor.dtype, tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -50,7 +51,7 @@ def sized_key(form: str, dtype: torch.dtype, num_groups: int, size_k: int, size_
 
 
 def index_form(index: Tensor | None) -> bool | None:
-    """Return None if there is no index, else whether the index is contiguous, as kernels need."""
+    """Return None if there is no index, else whether the index is contiguous. Kernels need a contiguous index."""
     return None if index is None else index.is_contiguous()
 
 
@@ -62,14 +63,15 @@ _PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
 
 
 class Arguments(abc.ABC):
-    """Base of the argument classes. Gives the operands by name and makes the checks that hold for all kernels."""
+    """Base of the argument classes. The base class returns the operands by name and makes the checks that all kernels
+    share."""
 
     A: Tensor
     out: Tensor
     accumulator_type: torch.dtype
     epilogue: str | None  # an activation that the kernel applies to the product
-    tensors: ClassVar[tuple[str, ...]]  # fields that hold a tensor, or None where optional
-    operand_names: ClassVar[tuple[str, ...]]  # fields that KernelMetadata.operands describes
+    tensors: ClassVar[tuple[str, ...]]  # names of the fields that hold a tensor, or None if optional
+    operand_names: ClassVar[tuple[str, ...]]  # names of the fields that KernelMetadata.operands describes
     tile_table: TileTable | None  # always None for arguments that need no table
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
@@ -90,7 +92,7 @@ class Arguments(abc.ABC):
         return [self.out]
 
     def error(self) -> str | None:
-        """Return why no kernel supports these arguments, naming the operand, or None if they are valid."""
+        """Return why no kernel supports these arguments, or None if they are valid. The text names the operand."""
         for name in self.tensors:
             tensor = getattr(self, name)
             if tensor is not None and tensor.device != self.A.device:
@@ -99,7 +101,7 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def shape_error(self) -> str | None:
-        """Return the error in shapes and dtypes, naming the operand, or None if they are valid."""
+        """Return the error in shapes and dtypes, or None if they are valid. The text names the operand."""
 
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
@@ -146,13 +148,13 @@ class Arguments(abc.ABC):
 class RowArguments(Arguments):
     """Base of the arguments of out[start:end] = A[start:end] @ B[g] for every group g.
 
-    Group g has the rows start:end, with start, end = offsets[g - 1], offsets[g].
+    Group g has the rows start:end, with start = offsets[g - 1], or 0 for the first group, and end = offsets[g].
     """
 
     B: Tensor  # [G, K, N]
     offsets: Tensor | None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None  # [R] int32: row r reads A[row_to_token[r]]
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
+    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
 
     @property
     def num_rows(self) -> int:
@@ -179,7 +181,7 @@ class RowArguments(Arguments):
         return sized_key(form, self.A.dtype, *self.B.shape, num_rows=self.num_rows)
 
     def _row_error(self) -> str | None:
-        """Return the error in A, B, the number of axes of out, the offsets or the index, or None."""
+        """Return the error in A, B, the number of axes of out, the offsets or the index, or None if these are valid."""
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns), num_rows = self.A.shape, self.B.shape, self.out.shape[0]

@@ -13,9 +13,9 @@ from ...runtime.triton import cdiv
 from ...types import TileTable
 from .base import RowArguments
 
-# A GEMM with this many columns or more reads a copy of the rows instead of gathering them. This saves about a tenth of
-# the GEMM's time. The time of the copy does not depend on the number of columns. On an H200, the copy takes as long as
-# it saves at 2048 columns.
+# A GEMM with this many columns or more reads a copy of the rows instead of gathering them. The copy saves about a tenth
+# of the GEMM's time. The time of the copy itself does not depend on the number of columns. With 2048 columns on an
+# H200, the copy takes as long as it saves.
 COLUMNS_WORTH_A_COPY = 4096
 
 
@@ -41,7 +41,7 @@ class BlockScaledGemmArguments(RowArguments):
     epilogue: str | None = None  # always None: no kernel applies an epilogue
     zero_tail: bool = True  # whether to write zeros to the rows past the last offset
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
+    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
 
     def selection_key(self) -> tuple[Any, ...]:
         return *self._row_key(), are_stored_as_read(self)

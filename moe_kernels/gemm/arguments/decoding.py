@@ -54,7 +54,7 @@ class DecodingGemmArguments(Arguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies an epilogue
     bias: Tensor | None = None  # [G, N]
-    extra_a: Tensor | None = None  # [R, r], not gathered by row_to_token
+    extra_a: Tensor | None = None  # [R, r], already in the order of the rows
     extra_b: Tensor | None = None  # [G, r, N]
 
     @classmethod

@@ -26,9 +26,9 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # tile table with each matrix as a group of rows, for kernels that need one
+    tile_table: TileTable | None = None  # each matrix is one group of rows; None: a kernel that needs a table makes one
     epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
-    assumed_rows: int | None = None  # rows per matrix for which the kernel is chosen; None uses the actual rows
+    assumed_rows: int | None = None  # rows per matrix for which the kernel is chosen; None: the actual number
 
     @property
     def num_batches(self) -> int:

@@ -20,9 +20,9 @@ class GroupedGemmArguments(RowArguments):
     `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
     once.
 
-    With an epilogue, the value without the bias is rounded and stored in `preactivation`. `out` gets the activation of
-    (stored preactivation + bias). This sum is not rounded, because rounding would move more values across the limits of
-    clamps. N is 2F if gated, else F.
+    With an epilogue, the product without the bias is rounded and stored in `preactivation`. `out` gets the activation
+    of (stored preactivation + bias). This sum is not rounded, because rounding would move more values across the limits
+    of clamps. N is 2F if the activation is gated, else F.
 
     Shapes: A [R, K] or [T, K], B [G, K, N], out [R, N] or [R, F], offsets [G] int32, row_to_token [R] int32,
     preactivation [R, N], bias [G, N], row_scale [R] float32, scale_a [R] float32 or [T], scale_b [G, N] float32,
@@ -47,10 +47,10 @@ class GroupedGemmArguments(RowArguments):
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
-    extra_a: Tensor | None = None  # [R, r], not gathered by row_to_token
+    extra_a: Tensor | None = None  # [R, r], already in the order of the rows
     extra_b: Tensor | None = None  # [G, r, N]
     reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None uses the actual rows
+    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
 
     @property
     def product(self) -> Tensor:  # [R, N]
@@ -110,8 +110,8 @@ class GroupedGemmArguments(RowArguments):
 
 @dataclass(eq=False)
 class WgradArguments(Arguments):
-    """out[g] = A[start:end].T @ dout[start:end] for every group g. The result of an empty group is zeros. With
-    `accumulate`, products are added to `out`.
+    """out[g] = A[start:end].T @ dout[start:end] for every group g. An empty group gives zeros. With `accumulate`, the
+    products are added to `out`.
 
     Shapes: A [R, K] or [T, K], dout [R, N] or [T, N], out [G, K, N], offsets [G] int32, a_row_to_token [R] int32,
     dout_row_to_token [R] int32.

@@ -29,7 +29,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes the other rows of out
+    tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes out's rows outside the groups
     epilogue: str | None = None  # no kernel applies an epilogue so far
 
     def shape_error(self) -> str | None:
@@ -48,7 +48,8 @@ class JaggedGemmArguments(Arguments):
     def grouped(self) -> GroupedGemmArguments:
         """Return the same product as a grouped GEMM with one group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # The group stride is not used, but TMA rejects some values. Set the stride of adjacent matrices.
+        # With one group, no kernel uses the group stride, but TMA rejects some values. Use the stride of adjacent
+        # matrices.
         group_stride = max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((1, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(

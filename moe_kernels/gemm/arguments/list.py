@@ -13,9 +13,9 @@ from torch import Tensor
 from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
-# Number of fields of a table row: the nine addresses, sizes and leading dimensions of a `Problem`; a bit mask of the
-# operands stored by columns (1: A, 2: B); the first tile and the end tile (exclusive). The number is even, so that the
-# tile list after the rows is aligned to 16 bytes.
+# Number of int64 fields that the table has for each problem. The fields are the nine addresses, sizes and leading
+# dimensions of a `Problem`, a bit mask of the operands stored by columns (1: A, 2: B), the first tile, and the end tile
+# (exclusive). The number is even, so that the list of tiles after the last problem is aligned to 16 bytes.
 NUM_FIELDS = 12
 
 
@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 class ProblemTable(NamedTuple):
-    """The table that the kernels read. It holds addresses, so it is valid only while the tensors exist."""
+    """The table that the kernels read. The table holds addresses, so it is valid only while the tensors exist."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64; begins with the pointers, sizes and leading dimensions of `Problem`
     tile_to_problem: Tensor  # [tiles] int32
@@ -110,10 +110,10 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """Return the operands of the first problem with a nonempty output. Valid problems share dtypes and
-        device."""
+        """Return the operands of the first problem with a nonempty output, or of the first problem if all outputs are
+        empty. Valid problems share dtypes and device."""
         lists = self.A_list, self.B_list, self.out_list
-        # Lists of different lengths are reported as an error later, so they must not crash here.
+        # Do not raise here for lists of different lengths, because `shape_error` reports them.
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
         shown = next(filled, None) or next(zip(*lists, strict=False), ())
         return dict(zip(self.operand_names, shown, strict=False))
@@ -147,8 +147,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Return the properties of all problems, collected in one pass, which is the main CPU cost of a call.
-        Call only if `error` returns None."""
+        """Return the properties of all problems, collected in one loop. This loop is the main CPU cost of a call. Call
+        only if `error` returns None."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()

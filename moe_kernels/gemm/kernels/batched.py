@@ -21,7 +21,7 @@ from .families import WrappedGroupedGemm, padded, plain_products
 from .hopper.grouped import WARP_SPECIALIZED_KERNELS
 from .tma import TMA_KERNELS
 
-_TABLE_LAUNCHES = 1e9  # multiplications that take as long as the launches that make a table
+_TABLE_LAUNCHES = 1e9  # number of multiplications that take as long as the launches that make a tile table
 
 
 class BatchedGemm(WrappedGroupedGemm):
@@ -53,7 +53,7 @@ class BatchedGemm(WrappedGroupedGemm):
         return self.grouped.scratch_bytes(_grouped(args))
 
     def metadata_bytes(self, args: GemmArguments) -> int:
-        """Return the number of bytes of the tile table and its offsets, or 0 if `args` has the table."""
+        """Return the number of bytes of the tile table and the offsets, or 0 if `args` already has the tile table."""
         num_bytes = self.grouped.metadata_bytes(_grouped(args))
         return num_bytes + _offsets_bytes(args) if num_bytes else 0
 
@@ -69,7 +69,7 @@ class BatchedGemm(WrappedGroupedGemm):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return [L, M, C] as [L * M, C]: a view of matrices stored one after another."""
+    """Return a view [L * M, C] of [L, M, C], whose matrices must be stored one after another."""
     if tensor.dim() == 2:
         return tensor
     num_batches, num_rows, num_columns = tensor.shape
@@ -77,7 +77,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _grouped(args: GemmArguments) -> GroupedGemmArguments:
-    """Return the same product as a grouped GEMM without offsets. No row after the last group needs zeros."""
+    """Return the arguments of a grouped GEMM that computes the same product, without offsets. No rows follow the last
+    group, so `zero_tail` is False."""
     b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
     table = args.tile_table
     return GroupedGemmArguments(
@@ -90,7 +91,7 @@ def _offsets_bytes(args: GemmArguments) -> int:
 
 
 def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:
-    """Add offsets to the arguments, stored in `memory` [G] int32 if given."""
+    """Return the arguments with offsets [G] int32, stored in `memory` if given, else in a new tensor."""
     num_rows, num_groups = len(grouped.out), len(grouped.B)
     size = num_rows // num_groups
     if memory is None:

@@ -19,15 +19,16 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-_MULTIPLICATIONS_PER_BYTE = 50  # about half of tensor-core multiplications/s over memory bytes/s, A100 to B200
+_MULTIPLICATIONS_PER_BYTE = 50  # about half the ratio of tensor-core multiplications/s to memory bytes/s, A100 to B200
 _BOUNDS_BLOCK = 128  # tile height in tables of weight gradients, whose kernels do not read the tiles
 
 
 class RowTileKernel(Kernel):
-    """Base of kernels in which a tile covers rows of only one group. Estimates the work and makes the tile table."""
+    """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group for one index along K: multiplications, or reading B if that takes longer."""
+        """Return the cost of one group for one index along K, as a number of multiplications. The cost is that of
+        multiplying or that of reading B, whichever is larger."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
@@ -67,7 +68,7 @@ class RowTileKernel(Kernel):
 
 
 class GroupedGemmKernel(RowTileKernel):
-    """Kernels that compute `GroupedGemmArguments`."""
+    """Base of kernels that compute the product described by `GroupedGemmArguments`."""
 
     arguments_class = GroupedGemmArguments
 
@@ -130,7 +131,7 @@ def plain_products(*kernels: Kernel) -> list[GroupedGemmKernel]:
 
 
 class WgradKernel(Kernel):
-    """Kernels that compute `WgradArguments`."""
+    """Base of kernels that compute the weight gradient described by `WgradArguments`."""
 
     arguments_class = WgradArguments
     accumulates: ClassVar[bool] = False  # whether the kernels can add to out
@@ -187,8 +188,8 @@ def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """Return the number of unreserved SMs, for one program each. Without a GPU assume 132 SMs, as an H100 has. In the
-    interpreter assume 3, so that each program computes several tiles."""
+    """Return the number of programs: one for each SM that is not reserved. Without a GPU, 132 SMs are assumed, as an
+    H100 has. In the interpreter, 3 SMs are assumed, so that each program computes several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 

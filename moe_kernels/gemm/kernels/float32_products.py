@@ -9,8 +9,8 @@ from ...runtime.pytorch import fp32_precision
 from ...runtime.triton import tl, triton
 from ..kernel import device_cc
 
-# Compute capabilities with tensor cores that multiply float64 as fast as CUDA cores multiply float32. Most other GPUs
-# reach 1/32 or 1/64 of that rate. 10.0 is left out, because Triton 3.6 cannot compile a float64 dot for it.
+# Compute capabilities whose tensor cores multiply float64 as fast as CUDA cores multiply float32. Most other GPUs
+# multiply float64 at 1/32 or 1/64 of that rate. Capability 10.0 is left out: Triton 3.6 cannot compile its float64 dot.
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#arithmetic-instructions
 _FAST_FLOAT64 = frozenset({80, 90})
 
@@ -21,11 +21,12 @@ def has_fast_float64(device: torch.device) -> bool:
 
 
 def dot_precision(operand: Tensor) -> str | None:
-    """Return how a kernel multiplies float32 operands like this one. Return None for other dtypes, whose products are
-    exact in float32.
+    """Return how a kernel multiplies float32 operands: "tf32", "float64" or "float32". For operands of other dtypes,
+    return None, because products of those dtypes are exact in float32.
 
-    Return "tf32" if the user enabled it in PyTorch. Else return "float64" if that is fast: products are exact, and only
-    the final sum is rounded. Else return "float32": products are summed in short runs.
+    "tf32" is returned if TF32 is enabled in PyTorch. Otherwise "float64" is returned if float64 products are fast on
+    the operand's device. Float64 products are exact, and only the final sum is rounded to float32. On other devices,
+    "float32" is returned, and products are summed in short runs.
     """
     if operand.dtype != torch.float32:
         return None
@@ -50,14 +51,14 @@ def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     `positive` is any positive number whose value the compiler does not know. The unknown value keeps the compiler from
     adding each float32 term to `total` directly.
     """
-    # Tensor cores sum float8 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). IMPRECISE
-    # adds each step's sum to a float32 total.
+    # Tensor cores sum float8 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). With
+    # IMPRECISE set to the step's length, each step's sum is added to a float32 total.
     IMPRECISE: tl.constexpr = a.shape[1] if a.dtype.is_fp8() else None
     if PRECISION is None:
         return tl.dot(a, b, total, max_num_imprecise_acc=IMPRECISE)
     elif PRECISION == "float64":
         return tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
     else:
-        # The step's product starts at `zero`, not at `total`, because a sum's error grows with its number of terms.
+        # The step's product starts at `zero`, not at `total`, because the error grows with a sum's number of terms.
         zero = tl.where(positive <= 0, total, 0.0)
         return total + tl.dot(a, b, zero, input_precision="tf32" if PRECISION == "tf32" else "ieee")

@@ -1,8 +1,8 @@
-"""Packed rows of several groups times one shared matrix.
+"""GEMM of packed rows of several groups by one matrix B that all groups share.
 
-The groups share B, so a grouped GEMM treats all rows as one group, and a tile may hold rows of several groups. Every
-design for contiguous groups computes this product, given a tile table over the rows between the first and the last
-offset. The launch that makes the table also zeroes the rows before the first offset and after the last.
+Because the groups share B, a grouped GEMM kernel treats all rows as one group. A tile may hold rows of several groups.
+Any grouped GEMM kernel without gather and epilogue can compute the product. Its tile table must cover the rows from the
+first to the last offset. The launch that makes the table also writes zeros to all other rows of `out`.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ def make_jagged_table(
     num_rows: int,
     block_rows: int,
     *,
-    parts: int = 1,  # number of equal parts into which rows are cut
+    parts: int = 1,  # number of equal parts into which the rows are cut; each part is a group of the table
     out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
 ) -> TileTable:
     """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
 
-    Offsets that decrease or leave [0, num_rows] are clamped, as in `make_tile_table`.
+    Offsets that decrease or leave [0, num_rows] are clamped.
     """
     num_groups = len(group_offsets) - 1
     if num_groups > MAX_GROUPS:
@@ -170,7 +170,7 @@ JAGGED_KERNELS = tuple(map(JaggedGemm, plain_products(*WARP_SPECIALIZED_KERNELS,
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return this kernel with float32 results. B's gradient is the sum of several such results, rounded only once."""
+    """Return a copy of this kernel that writes float32. B's gradient is a sum of several such results, rounded once."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"
@@ -178,7 +178,7 @@ def _float32_out(kernel: Kernel) -> Kernel:
     return type(kernel)(metadata)
 
 
-# Only TMA kernels get versions with float32 results. The pointer kernels already write float32.
+# Only TMA kernels need versions with float32 results. Every pointer kernel can write float32 results.
 FLOAT32_WGRAD_KERNELS = tuple(
     _float32_out(kernel)
     for kernel in TMA_WGRAD_KERNELS

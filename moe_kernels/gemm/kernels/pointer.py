@@ -31,7 +31,7 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return a @ b over a reduction of `depth`, as float32."""
+    """Return a @ b, reduced over `depth` values, as float32."""
     k = tl.arange(0, BLOCK_K)
     total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
     for first in range(0, depth, BLOCK_K):
@@ -50,7 +50,7 @@ def multiply_tile(
 
 @triton.jit
 def activate(product, FORWARD: tl.constexpr):
-    """Apply a plain activation to the product; without one, return the product."""
+    """Return the activated product, or the product itself if FORWARD is None."""
     if FORWARD is None:
         return product
     else:
@@ -107,7 +107,7 @@ def _grouped_gemm_kernel(
     row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
     end = tl.load(bounds_ptr + group + 1)
     row_mask = row < end
-    # The tail (rows past the last group) has no matrix, bias or scales: its rows become zeros.
+    # The tail (rows past the last group) has no matrix, bias or scales, so its rows become zeros.
     row_inside = row < tl.where(group < G, end, 0)
     row = row.to(tl.int64)
     column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
@@ -161,7 +161,7 @@ def _grouped_gemm_kernel(
 
 
 class PointerGroupedGemm(GroupedGemmKernel):
-    """Takes `GroupedGemmArguments` without an epilogue. One program computes one tile."""
+    """Computes `GroupedGemmArguments` without an epilogue. One program computes one tile of out."""
 
     def _launch(self, args: GroupedGemmArguments) -> Launch:
         num_columns = args.out.shape[1]
@@ -204,10 +204,10 @@ class PointerGroupedGemm(GroupedGemmKernel):
 
 EXTRA = ("extra_a", "extra_b")
 
-# Every tile fits 99 KiB, the smallest shared memory of a supported GPU.
+# Buffers of every tile fit 99 KiB, the smallest shared memory of a supported GPU.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
-    # The last two configurations are for the few columns of adapters.
+    # The last two tiles are narrow, because the matrices of adapters have few columns.
     torch.bfloat16: [*_HALF, ((128, 16, 64), 4, 4), ((128, 64, 64), 4, 4)],
     torch.float16: _HALF,
     torch.float32: [((64, 64, 16), 4, 3), ((16, 64, 16), 4, 2)],
@@ -221,7 +221,7 @@ def plain_forward(metadata: KernelMetadata) -> Any:
 
 
 def out_operand(dtype: torch.dtype) -> Operand:
-    """Return the requirements on results for operands of this dtype: the same dtype or float32. Float8 operands have
+    """Return the requirements on `out` for operands of this dtype: the same dtype or float32. Float8 operands have
     16-bit or float32 results, because float8 results would need a scale."""
     if dtype == FLOAT8:
         return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))

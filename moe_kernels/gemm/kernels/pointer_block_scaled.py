@@ -72,7 +72,7 @@ def _block_scaled_kernel(
     scale_a_ptrs = scale_a_ptr + a_row * scale_a_strides[0]
     scale_b_ptr += group * scale_b_strides[0] + (first_column // 128).to(tl.int64) * scale_b_strides[2]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]
-    # The tail (rows past the last group) has no matrix: its rows become zeros.
+    # The tail (rows past the last group) has no matrix, so its rows become zeros.
     for first in range(0, tl.where(group < G, K, 0), BLOCK_K):
         a_mask, b_mask = row_mask[:, None], column_mask[None, :]
         if not EVEN_K:
@@ -98,7 +98,7 @@ def _product(a, b):
 
 
 class BlockScaledKernel(RowTileKernel):
-    """Kernels that compute `BlockScaledGemmArguments`."""
+    """Base of kernels that compute the product described by `BlockScaledGemmArguments`."""
 
     arguments_class = BlockScaledGemmArguments
 
@@ -145,7 +145,7 @@ def _kernel(design: PointerDesign) -> PointerBlockScaledGemm:
     return PointerBlockScaledGemm(KernelMetadata(name, PointerBlockScaledGemm, FLOAT8_CC, operands, design))
 
 
-# Tiles fit the shared memory of the smallest GPU that multiplies e4m3 (99 KiB).
+# Buffers of every tile fit 99 KiB, the smallest shared memory of a GPU that multiplies e4m3.
 _TILES = [((128, 128, 128), 8, 3), ((64, 128, 128), 4, 3)]
 
 BLOCK_SCALED_KERNELS = tuple(

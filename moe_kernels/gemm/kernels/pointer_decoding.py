@@ -1,9 +1,9 @@
-"""Grouped GEMM of few rows that decodes quantised weights while it loads them.
+"""Grouped GEMM for few rows per expert, which decodes quantised weights while loading the weights.
 
-With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes, and only
-those of experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
-accumulated in float32 and rounded once. For many rows it is faster to dequantise the weight first: here every tile of
-rows decodes the weight again, and the fastest GEMMs need operands that TMA can load.
+With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes of
+experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
+accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster: these kernels
+decode the weight again for every tile of rows, and the fastest GEMMs need operands that TMA can load.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .families import kernel_name
 from .float32_products import add_product, dot_precision, zero_total
 from .pointer import multiply_tile
 
-# From this average number of rows per expert on, weights are dequantised before the GEMM. By calculation, writing and
-# reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
+# With at least this average number of rows per expert, weights are dequantised before the GEMM. By calculation, writing
+# and reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
 MAX_ROWS = 512
 
-# Cost of decoding one value, in tensor-core multiplications. Decoding takes about 6 instructions of 128 lanes.
+# Cost of decoding one value, in tensor-core multiplications. Decoding takes about 6 instructions, each on 128 lanes.
 _DECODING = 40
 _CACHE_LINE = 128  # number of 8-bit values in a cache line
 
@@ -145,7 +145,7 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """Takes `DecodingGemmArguments` of any format, gathered or not. One program computes one tile of the output."""
+    """Computes `DecodingGemmArguments` of any weight format, gathered or not. One program computes one tile of out."""
 
     arguments_class = DecodingGemmArguments
 
@@ -153,8 +153,8 @@ class DecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group for one index along K. Each tile of rows decodes the weight again. Loads
-        of less than a cache line from a row of the weight are slower."""
+        """Return the cost of one group for one index along K. Each tile of rows decodes the weight again. If a tile
+        loads less than a cache line of each stored row, decoding costs 10 % more."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
         row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
@@ -193,8 +193,8 @@ class DecodingGemm(Kernel):
 
 
 def _precision(a: Tensor) -> str | None:
-    """Return `dot_precision`, with "float64" replaced by "float32". Triton up to 3.8 cannot compile float64 products of
-    operands made from bytes."""
+    """Return `dot_precision`, but "float32" instead of "float64". Triton up to 3.8 cannot compile float64 products of
+    operands that are decoded from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

@@ -1,4 +1,4 @@
-"""Independent products through pointers: any size, layout and leading dimension, any GPU of capability 8.0 or later."""
+"""Products of listed matrices through pointers: any size, layout and leading dimension, from compute capability 8.0."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # a common divisor of addresses, leading dimensions and contiguous axes of A and B, elements
-    OUT_PIECE: tl.constexpr,  # a common divisor of addresses, leading dimensions and row lengths of out, elements
+    PIECE: tl.constexpr,  # elements: common divisor of addresses, leading dimensions and contiguous sizes of A and B
+    OUT_PIECE: tl.constexpr,  # elements: common divisor of addresses, leading dimensions and row lengths of out
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
@@ -58,7 +58,7 @@ def _pointer_array_kernel(
         a_ptr = tl.multiple_of(tl.load(problem_ptr).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         b_ptr = tl.multiple_of(tl.load(problem_ptr + 1).to(tl.pointer_type(DTYPE)), ALIGNMENT)
         out_ptr = tl.multiple_of(tl.load(problem_ptr + 2).to(tl.pointer_type(OUT_DTYPE)), OUT_ALIGNMENT)
-        # Dividing and multiplying by PIECE tells the compiler the alignment.
+        # Dividing and multiplying by PIECE changes no value, but tells the compiler the alignment.
         M = tl.load(problem_ptr + 3).to(tl.int32)
         N = tl.load(problem_ptr + 4).to(tl.int32) // OUT_PIECE * OUT_PIECE
         K = tl.load(problem_ptr + 5).to(tl.int32)
@@ -134,9 +134,9 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (`rule.py` takes the first of equal cost),
-# alignment. Every tile fits the smallest shared memory of a supported GPU. Without alignment, each element needs its
-# own address, and only small tiles have enough registers for that.
+# Each entry holds the tile, warps, stages, choices of programs per SM and alignment in bytes. Among choices of equal
+# cost, `rule.py` takes the first. Every tile fits the smallest shared memory of a supported GPU. Without alignment,
+# each element needs its own address, and only small tiles leave enough registers for the addresses.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""Weight gradient of a grouped GEMM through pointers: a reduction over the rows of each group."""
+"""Weight gradient of a grouped GEMM, with operands loaded through pointers. Each reduction is over a group's rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def _wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program stores a [BLOCK_K, BLOCK_N] tile of A[start:end].T @ dout[start:end] in out[g], or adds the tile.
+    """One program computes one [BLOCK_K, BLOCK_N] tile of A[start:end].T @ dout[start:end] for a group g and stores the
+    tile in out[g]. With ACCUMULATE, the program adds the tile to out[g].
 
     Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),).
     """
@@ -74,7 +75,7 @@ def _wgrad_kernel(
 
 
 class PointerWgrad(WgradKernel):
-    """Stores A[start:end].T @ dout[start:end] in `out[g]` or adds it to `out[g]`, with one program per tile of out."""
+    """Computes `out[g] = A[start:end].T @ dout[start:end]`, or `out[g] += ...`, with one program per tile of out."""
 
     accumulates = True
 
@@ -105,7 +106,7 @@ class PointerWgrad(WgradKernel):
 
 _HALF = [((128, 128, 64), 8, 3), ((64, 64, 32), 4, 3)]
 _TILES = {
-    torch.bfloat16: [*_HALF, ((16, 128, 64), 4, 4)],  # the last tile suits adapters
+    torch.bfloat16: [*_HALF, ((16, 128, 64), 4, 4)],  # the last tile suits gradients of low-rank adapters
     torch.float16: _HALF,
     torch.float32: [((64, 64, 16), 4, 2)],
 }

@@ -1,8 +1,8 @@
 """The table of independent products (problems) that a kernel computes in one launch.
 
 Every problem has its own sizes, addresses and leading dimensions. The table holds these numbers on the device, together
-with the problem index of every output tile. A fixed number of programs takes the tiles in turn. Tiles of long
-reductions are first in the list, so that the last tiles to finish are short.
+with the problem index of every output tile. A fixed number of programs computes all tiles. Program p computes
+the tiles p, p + num_programs, and so on. Tiles of long reductions are first in the list, so that the last are short.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .families import num_programs
 def make_problem_table(
     args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None
 ) -> ProblemTable:
-    """Return the table of these arguments for tiles of one shape: one upload, no host synchronisation.
+    """Return the problem table for output tiles of [block_m, block_n], after one upload without a host synchronisation.
 
-    The table is made in `memory` [problem_table_bytes] uint8 on the device. None allocates.
+    The table is written to `memory` [problem_table_bytes] uint8 on the device. None, the default, allocates memory.
     """
     problems = args.survey.problems
     order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
@@ -45,7 +45,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # One copy uploads the problems and the tile list. Each int64 of the tile list holds two int32.
+    # Pairs of the tile list's int32 numbers are viewed as int64, so that one copy uploads problems and tile list.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -61,14 +61,14 @@ def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: i
 
 @dataclass(frozen=True)
 class PointerArrayDesign(PointerDesign):
-    """Reads addresses from a table. Each SM runs `programs_per_sm` programs, or fewer if there are fewer tiles."""
+    """Loads operands from addresses in a table. Each SM runs `programs_per_sm` programs, or fewer with few tiles."""
 
     programs_per_sm: int = 1
 
 
 @dataclass(frozen=True)
 class TmaArrayDesign(TmaDesign):
-    """Makes descriptors on the device from a table, once per program and problem."""
+    """Each program makes TMA descriptors on the device, from a problem table, once for each of its problems."""
 
     programs_per_sm: int = 1
 
@@ -121,9 +121,9 @@ class GroupedGemmListKernel(Kernel):
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
-        """Return the cost of the SM with most tiles: multiplications, and the work before each tile's reduction.
+        """Return the cost of the SM with the most tiles, in multiplications. Each tile's start-up cost is included.
 
-        Programs that share an SM overlap the work before a reduction with each other's reductions.
+        Programs on one SM hide part of the start-up cost, because other programs' reductions run at the same time.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = args.survey.num_tiles(block_m, block_n)
@@ -137,8 +137,8 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first row and column of tile number `local` of a problem. In each column tile, GROUP_TILES row tiles
-    follow one another."""
+    """Return the first row and the first column of tile number `local` of a problem. The numbers cover GROUP_TILES row
+    tiles of one column tile before those of the next column tile."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
     first = local // band * GROUP_TILES

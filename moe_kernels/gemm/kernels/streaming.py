@@ -1,4 +1,4 @@
-"""Grouped GEMM for few rows per group, bound by the time to read the weights, for CUDA capability 8.0 or later.
+"""Grouped GEMM for few rows per group, for compute capability 8.0 or later. The speed is bound by reading the weights.
 
 Tiles of 16 to 64 rows and few columns give many programs. Several programs share an SM, so that many bytes of the
 weights are in flight. Each step of the reduction reads long pieces of the weight's rows.
@@ -21,8 +21,9 @@ from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
 _TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
-_MOST_ROWS = 32  # rows per group, a power of two like `rows_bucket`; with more, warp-specialised kernels are faster
-_READING = 100  # cost of reading one value of a weight, in the unit of `RowTileKernel.estimate`
+# Most rows per group: a power of two, as `rows_bucket` returns. With more rows, warp-specialised kernels are faster.
+_MOST_ROWS = 32
+_READING = 100  # cost of reading one value of a weight, in multiplications
 _SHORT_REDUCTION = 1024  # K up to which `estimate` prefers `_PLAIN[0]` to `_PLAIN[1]`
 
 
@@ -40,7 +41,8 @@ def _multiply(
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the float32 products of A with BLOCK columns of B and, if GATED, with the same columns of the up half."""
+    """Return the float32 product of A and BLOCK columns of B. If GATED, also return the product of A and the same
+    columns of B's up half. Otherwise the second result is zeros."""
     k = tl.arange(0, BLOCK_K)
     product = tl.zeros((BLOCK_M, BLOCK), tl.float32)  # [BLOCK_M, BLOCK]
     up = product
@@ -86,16 +88,16 @@ def _streaming_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes BLOCK_N columns of A @ B[g], and their activation if any, for one tile of the table,
-    BLOCK_M rows at a time. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
+    """One program writes BLOCK_N columns of A @ B[g] for the rows of one table tile, BLOCK_M rows at a time. With
+    FORWARD, the activation is written, too. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
     GATED: tl.constexpr = FORWARD is not None
     BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of out in a tile
     columns = N // 2 if GATED else N  # columns of out
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK
-    # The table entry is loaded before the number of tiles is checked, so that both loads overlap. The entry is not used
-    # past the last tile.
+    # The table entry is loaded before the number of tiles is checked, so that the two loads overlap. Past the last tile
+    # the entry is not used.
     group = tl.load(tiles_ptr + 2 * tile)
     place = tl.load(tiles_ptr + 2 * tile + 1)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
@@ -143,7 +145,7 @@ def _streaming_kernel(
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
-    """Computes `GroupedGemmArguments` with B stored as [G, N, K] and no epilogue or a gated one. A may be gathered."""
+    """Computes `GroupedGemmArguments` with B stored as [G, N, K]. The epilogue, if any, is gated. A may be gathered."""
 
     @property
     def epilogues(self) -> tuple[str, ...]:
@@ -160,7 +162,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         return SUPPORTED
 
     def estimate(self, args: GroupedGemmArguments) -> float:
-        """Return the cost of one group for one index along K. Each tile of rows reads the weight again.
+        """Return the cost of one group for one index along K, in multiplications. Each row tile reads the weight again.
 
         The tiles cover the average number of rows plus two standard deviations, which is enough for most groups.
         """
@@ -228,8 +230,8 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
 
 
 # These were the fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for short
-# reductions. Gated kernels need wider halves than 16 columns: Triton up to 3.7.0 miscompiles the instruction that
-# stores such halves (`tests/machine_code/compiled.py`).
+# reductions. The gate and up halves of a gated tile must be wider than 16 columns: for 16, Triton stores by
+# `stmatrix.trans`, which Triton up to 3.7.0 miscompiles (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))
 _GATED = (StreamingDesign((16, 64, 256), 4, 3),)
 _MORE_ROWS = (StreamingDesign((32, 64, 128), 4, 3), StreamingDesign((64, 64, 64), 4, 5))

@@ -1,9 +1,9 @@
 """Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
 
 The output is written through ragged descriptors, so a tile that is only partly in a group writes only the group's rows.
-With an activation, a tile multiplies A by the same columns of B's gate half and up half and stores both, rounded, in
-`preactivation`. The kernel then adds the bias to the stored values and writes their activation to `out`. Without an
-activation, the bias is added before the product is rounded.
+With an activation, a tile multiplies A by the same columns of B's gate half and up half. Both products are rounded and
+stored in `preactivation`. The kernel adds the bias to the rounded products and writes the activation of the sums to
+`out`. Without an activation, the bias is added before the product is rounded.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def _tma_kernel(
     if row_to_token_ptr is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
     else:
-        # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
+        # The compiler copies 16 bytes at a time if it knows that a_stride and K are multiples of 8.
         a_stride = a_stride // 8 * 8
         K = K // 8 * 8
     if GATED:
-        # One box holds the same columns of the gate half and the up half.
+        # One load fetches the same columns of the gate half and the up half.
         columns = N // 2
         up_offset = columns * b_stride.to(tl.int64)
         b_desc = tl.make_tensor_descriptor(
@@ -156,7 +156,7 @@ def load_bias(bias_ptr, bias_strides, group, column, mask):
 
 
 class TmaGroupedGemm(GroupedGemmKernel):
-    """`out[start:end] = A[start:end] @ B[g]`, optionally with gathered A, a bias and an activation."""
+    """Computes `out[start:end] = A[start:end] @ B[g]`, optionally with gathered A, a bias and an activation."""
 
     def scratch_bytes(self, args: GroupedGemmArguments) -> int:
         num_descriptors = 2 + (not self.metadata.design.gather) + 2 * (self.metadata.epilogue is not None)
@@ -222,11 +222,11 @@ def _kernel(
     return cls(KernelMetadata(name, cls, min_cc, operands, design, epilogue, max_cc, optional_operands=optional))
 
 
-# Measured on Hopper: one pipeline over all tiles is faster only without a gather. Smaller tiles were never the fastest.
+# On Hopper, one pipeline over all tiles was faster only without a gather. Smaller tiles were never the fastest.
 _FLAT = _design((128, 256, 64), 8, 4, flatten=True)
 _GATHER = _design((128, 256, 64), 8, 4, gather=True)
-# Blackwell was not measured. With three stages, the pipeline over all tiles and a bias fit into shared memory.
-# Blackwell gets no activations, because they spill registers.
+# Blackwell was not measured. With three stages instead of four, the pipeline over all tiles and a bias fit into shared
+# memory. Kernels with an activation are left out on Blackwell, because they spill registers.
 _FLAT_BLACKWELL = _design((128, 256, 64), 8, 3, flatten=True)
 _PLAIN, _FUSED = (("column", None), ("row", None)), (("column", "swiglu"),)
 

@@ -19,7 +19,7 @@ from .problem_table import GroupedGemmListKernel, TmaArrayDesign, tile_origin, t
 
 @triton.jit
 def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Make a descriptor of a matrix as stored in memory. `columns` is the length of the contiguous axis."""
+    """Make a TMA descriptor of a matrix in storage order: `columns` is the length of the contiguous axis."""
     return tl.make_tensor_descriptor(
         address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
     )
@@ -42,7 +42,7 @@ def _tma_array_kernel(
 ):
     """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
-    # Tensor cores sum float8 products with about 14 bits: see `add_product`.
+    # Tensor cores sum float8 products with about 14 bits. IMPRECISE adds each step's sum to a float32 total.
     IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
     step = tl.num_programs(0)
     tile = tl.program_id(0)
@@ -113,8 +113,8 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry: tile, warps, stages, choices of programs per SM (`rule.py` takes the first of equal cost).
-# Float8 has no wider tile, because its sums take twice the registers.
+# Each entry holds the tile, warps, stages and choices of programs per SM. Among choices of equal cost, `rule.py` takes
+# the first. Float8 has no wider tile, because float8 sums take twice the registers.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)
@@ -135,7 +135,7 @@ def _kernels(
     for per_sm in choices:
         design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
-        # The smallest tile is not for Blackwell, because Triton 3.6 and 3.7 spill registers there.
+        # The smallest tile is not for Blackwell, where Triton 3.6 and 3.7 spill its registers.
         max_cc = 90 if tile == (64, 64, 64) else 103
         kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=max_cc), first)
         first = first or kernel

@@ -1,4 +1,4 @@
-"""Weight gradient through TMA. Ragged loads return zeros past a group's end; either operand may be gathered."""
+"""Weight gradient through TMA. Loads return zeros past a group's end. One operand or both may be gathered."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .ragged import load_ragged, ragged_descriptor
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
     """Load `columns` of the tokens row_to_token[rows], with zeros from row `end` on."""
-    # Stride and width are multiples of 8. If the compiler knows this, it copies 16 bytes at a time.
+    # The compiler copies 16 bytes at a time if it knows that `stride` and `num_columns` are multiples of 8.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
     inside = rows < end
@@ -79,7 +79,7 @@ def _tma_wgrad_kernel(
 
 
 class TmaWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`. One operand or both may be gathered."""
+    """Computes `out[g] = A[start:end].T @ dout[start:end]`. One operand or both may be gathered."""
 
     def scratch_bytes(self, args: WgradArguments) -> int:
         num_descriptors = 1 + (args.a_row_to_token is None) + (args.dout_row_to_token is None)
@@ -119,7 +119,8 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# The design with a gather has two more stages, because loading the row indices before the rows takes two stages.
+# The design with a gather has two stages more than the same tile without a gather. Two stages are needed to load the
+# row indices before the rows.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

@@ -20,12 +20,12 @@ def batched_gemm(
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
 ) -> Tensor:  # [M, N]; [L, M, N] if an operand is batched
-    """Return a @ b for each matrix of a batch. An operand without a batch axis serves all matrices. Differentiable in
-    `a` and `b`.
+    """Return a @ b for each pair of matrices of a batch. An operand without a batch axis is used in every pair.
+    Differentiable in `a` and `b`. Deterministic.
 
-    Any strides. Accumulates in float32 and rounds once; float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic.
-    Upstream gradients are rounded to the dtype of `a` first.
+    Operands may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Backward first rounds
+    upstream gradients to the dtype of `a`.
 
     Shapes: a [M, K] or [L, M, K], b [K, N] or [L, K, N]; result [M, N] or [L, M, N].
 
@@ -81,7 +81,7 @@ def _backward(ctx, dout):
 
 
 def _summed_product(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Return left @ right. If `dim` is 2, return the sum over the batch, computed as one longer reduction."""
+    """Return left @ right. If `dim` is 2, return the sum of a batch's products, computed as one longer reduction."""
     if dim == 2 and left.dim() == 3:
         left = left.transpose(0, 1).flatten(1)  # [M, L * K]
         right = right.flatten(0, 1)  # [L * K, N]

@@ -92,10 +92,10 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return the implementation to run, like `choose`, for an op with kernels that also take float8 operands.
+    """Return the implementation to run, as `choose` does, for an op whose kernels also take float8 operands.
 
     Raises:
-        NotImplementedError: the GPU does not multiply float8, or as for `choose`.
+        NotImplementedError: the operands are float8 and the GPU cannot multiply float8, or `choose` raises this error.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:
@@ -111,7 +111,8 @@ def check_out(op: str, out: Tensor, *inputs: Tensor | None) -> None:
 
 
 def check_values(op: str, name: str, offsets: Tensor, num_rows: int) -> None:
-    """Raise ValueError unless offsets on the CPU are sorted within [0, num_rows]. Kernels clamp offsets on a GPU."""
+    """Raise ValueError unless offsets on the CPU are sorted and within [0, num_rows]. Offsets on a GPU are not checked,
+    because kernels clamp them."""
     if can_be_read(offsets):
         values = offsets.tolist()
         if values != sorted(values) or values[0] < 0 or values[-1] > num_rows:

@@ -1,11 +1,11 @@
 """Grouped GEMM over contiguous row ranges, its input gradient and its weight gradient.
 
     grouped_gemm:        out[start:end] = a[start:end] @ b[g]              rows are ragged
-    its input gradient:  the same with b transposed, as a view without a copy
+    its input gradient:  the same product with b transposed as a view, without a copy
     grouped_gemm_wgrad:  out[g] = a[start:end].T @ dout[start:end]         the reduction is ragged
 
-with `start, end = offsets[g - 1], offsets[g]`, the convention of `torch.nn.functional.grouped_mm`. The kernels are in
-`gemm/kernels`; `selection.select` chooses one.
+Group g has the rows from `start = offsets[g - 1]` (0 for the first group) to `end = offsets[g]`, as in
+`torch.nn.functional.grouped_mm`. `selection.select` chooses a kernel of `gemm/kernels`.
 """
 
 from __future__ import annotations
@@ -49,41 +49,43 @@ def grouped_gemm(
 
         out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
 
-    A routing weight passed as `row_scale` also scales the bias, as in the weighted sum of the experts' outputs.
+    `row_scale` also scales the bias, so that a routing weight passed as `row_scale` scales an expert's whole output.
     Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
     Accumulates in float32. Tensor cores sum 128 float8 products at a time with about 14 bits, and these sums are
-    accumulated. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past `offsets[-1]` are zeros in the result and are
-    never read, so NaN there reaches neither the result nor a gradient. Deterministic, without host synchronisation.
+    accumulated in float32. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at or past `offsets[-1]` are zeros. In the
+    operands, these rows affect neither the result nor a gradient, even if they hold NaN. Deterministic, without host
+    synchronisation.
 
     Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
-    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` for the
-    GEMMs of backward.
+    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` before
+    the GEMMs of backward.
 
     Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
     128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
 
     Args:
-        offsets: checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
+        offsets: checked on the CPU. On a GPU, a check would need a host synchronisation, so kernels clamp offsets to a
             non-decreasing sequence within [0, R].
         bias: in the dtype of `a` or of the result, or float32.
-        activation: the name of a gated activation. It applies to the gate columns [0, F) and the up columns [F, 2F),
-            after they are rounded to `out_dtype`. Default: none.
-        scale_a: scale of each row of float8 values in `a`, or of its blocks of 128 values.
-        scale_b: scales of the columns of float8 values in `b`, or of its blocks of 128 x 128 values. Use blocks for
-            both operands, or for neither. The fastest kernels read scales of `a` stored by columns. They read `b` and
-            its scales as transposed views of contiguous tensors: the results of `quantize_rows` and `quantize`.
+        activation: the name of a gated activation. The activation gets the gate columns [0, F) and the up columns
+            [F, 2F), rounded to `out_dtype`. Default: none.
+        scale_a: scale of each row of a float8 `a`, or of each block of 128 values in a row. The fastest kernels need
+            block scales that are stored by columns, as `quantize_rows` returns them.
+        scale_b: scale of each column of a float8 `b`, or of each block of 128 x 128 values. Use block scales for both
+            operands or for neither. The fastest kernels need transposed views of contiguous values and block scales,
+            such as the results of `quantize`.
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
-        out_dtype: default: `out`'s dtype, else `a`'s, and bfloat16 for float8. 16-bit operands also allow float32.
-            Float8 (e4m3) operands allow float16, bfloat16 and float32.
+        out_dtype: default: `out`'s dtype. Without `out`, the default is `a`'s dtype, or bfloat16 for float8. 16-bit
+            operands also allow float32. Float8 (e4m3) operands allow float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
-            not sorted within [0, R], `out` is expanded, or an input requires a gradient with `out` or float8
-            operands.
-        NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9. There only the
-            reference computes them: it upcasts.
+            not sorted within [0, R], `out` is expanded, or an input requires a gradient although `out` is given or
+            the operands are float8.
+        NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9. Below 8.9, only the
+            reference multiplies float8 operands, by upcasting them.
     """
     out_dtype = check_product(a, b, offsets, bias, row_scale, scale_a, scale_b, activation, out, out_dtype)
     check_values("grouped_gemm", "offsets", offsets, a.shape[0])
@@ -121,16 +123,16 @@ def grouped_gemm_wgrad(
 ) -> Tensor:  # [G, K, N]
     """Return the weight gradient of `grouped_gemm`: each group's `a.T @ dout`, with exact zeros for empty groups.
 
-    Accumulates in float32 and rounds once. Any strides. Rows at or past `offsets[-1]` are not read. Deterministic.
-    Differentiable in `a` and `dout`.
+    Accumulates in float32 and rounds once. Operands may have any strides. Rows at or past `offsets[-1]` are not read.
+    Deterministic. Differentiable in `a` and `dout`.
 
     Shapes: a [R, K], dout [R, N], offsets [G] int32, out [G, K, N]; result [G, K, N].
 
     Args:
         out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
-        out_dtype: default: `out`'s dtype, else `a`'s. 16-bit operands also allow float32.
-        accumulate: add the product to `out` and round once, for example for a float32 gradient of several backward
-            passes. Default: False.
+        out_dtype: default: `out`'s dtype, or `a`'s dtype without `out`. 16-bit operands also allow float32.
+        accumulate: add the product to `out` and round once, for example to sum the gradients of several backward passes
+            in float32. Default: False.
 
     Raises:
         ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` is set without `out`.
@@ -300,7 +302,7 @@ def _product_backward(
     bias: Tensor | None,
     row_scale: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs: None except for a, b, bias and row_scale."""
+    """Return the gradients of all inputs. Inputs other than a, b, bias and row_scale get None."""
     needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
     da = db = dbias = drow_scale = None
     if row_scale is not None:
@@ -330,7 +332,7 @@ def _row_scale_backward_op(
 ) -> tuple[Tensor, Tensor]:  # [R, N] gradient of the unscaled rows in a's dtype; drow_scale [R], empty if not needed
     rows = None
     if needs_scale:
-        # The product is recomputed in float32. Otherwise forward would have to save it in addition to the result.
+        # The unscaled product is recomputed in float32, so that forward need not save this product.
         rows = a.new_empty(dout.shape, dtype=torch.float32)
         selection.run_product(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
     drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)

@@ -1,8 +1,8 @@
 """Independent products of different sizes in one launch: out_list[g] = a_list[g] @ b_list[g].
 
-A table on the device holds every problem's addresses, sizes and leading dimensions, and a fixed number of programs
-walks the tiles of all outputs (`gemm/kernels/problem_table.py`). `grouped_gemm_list` makes the table in every call; a
-`GroupedProblem` makes it once.
+A table on the device holds every problem's addresses, sizes and leading dimensions. A fixed number of programs computes
+the tiles of all outputs (`gemm/kernels/problem_table.py`). `grouped_gemm_list` makes the table in every call. A
+`GroupedProblem` makes the table once.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ def grouped_gemm_list(
 ) -> list[Tensor]:  # [M, N] each
     """Multiply G pairs of matrices of different sizes in one launch.
 
-    Operands are stored by rows or by columns, with any leading dimension; an operand without a contiguous axis is
-    copied first. A size may be 0: K = 0 gives zeros. Accumulates in float32 and rounds once. Tensor cores sum the
-    float8 products of one step of the reduction with about 14 bits, and these sums are accumulated. Float32
+    Operands are stored by rows or by columns, with any leading dimension. An operand without a contiguous axis is
+    copied first. Any size may be 0. K = 0 gives zeros. Accumulates in float32 and rounds once. Tensor cores sum the
+    float8 products of one step of the reduction with about 14 bits, and these sums are accumulated in float32. Float32
     operands use TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision =
     "tf32"`. Deterministic.
 
-    Differentiable in every matrix that is not float8. Upstream gradients are rounded to the operands' dtype first.
-    The gradients of each list take one launch. A gradient is stored by rows or by columns, like its matrix.
+    Differentiable in every matrix that is not float8. Backward first rounds upstream gradients to the operands' dtype.
+    Backward takes one launch for the gradients of `a_list` and one for `b_list`. A gradient is stored by rows or by
+    columns, like its matrix.
 
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
     no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.
@@ -51,7 +52,7 @@ def grouped_gemm_list(
     Shapes: a_list [M, K] each, b_list [K, N] each; result [M, N] each.
 
     Args:
-        out_dtype: default: the operands' dtype, and bfloat16 for float8. 16-bit operands also allow float32. Float8
+        out_dtype: default: the operands' dtype, or bfloat16 for float8. 16-bit operands also allow float32. Float8
             (e4m3) operands allow float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
 
@@ -59,7 +60,7 @@ def grouped_gemm_list(
         ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature, or
             a float8 matrix requires a gradient.
         NotImplementedError: a CUDA graph is being captured, or the operands are float8 and the GPU is below compute
-            capability 8.9. There only the reference computes them: it upcasts.
+            capability 8.9. Below 8.9, only the reference multiplies float8 operands, by upcasting them.
     """
     op = "grouped_gemm_list"
     _check(op, a_list, b_list)
@@ -78,7 +79,7 @@ def grouped_gemm_list(
 
 @dataclass(frozen=True, eq=False)
 class GroupedProblem:
-    """Grouped products with a prepared table of addresses. Each `run` is one launch, which CUDA graphs may capture.
+    """Independent products with a prepared table of addresses. Each `run` is one launch, which CUDA graphs may capture.
 
     `run` multiplies the current values of `a_list` and `b_list` and overwrites `out_list`.
     """
@@ -103,12 +104,12 @@ class GroupedProblem:
         Shapes: a_list [M, K] each, b_list [K, N] each, out_list [M, N] each.
 
         Args:
-            out_dtype: default: the dtype of `out_list`, else as in `grouped_gemm_list`.
-            kernel: a kernel of the catalog (`get_kernels`); None selects one.
+            out_dtype: default: the dtype of `out_list`. Without `out_list`, the default of `grouped_gemm_list`.
+            kernel: a kernel of the catalog (`get_kernels`). None, the default, selects a kernel.
 
         Raises:
-            ValueError: as for `grouped_gemm_list`, also for `out_list`. An operand requires grad while gradients are
-                recorded, or has no contiguous axis. `kernel` does not support the operands.
+            ValueError: as for `grouped_gemm_list`, or `out_list` does not fit, an operand requires grad while gradients
+                are recorded, an operand has no contiguous axis, or `kernel` does not support the operands.
             NotImplementedError: as for `grouped_gemm_list`.
         """
         op = "GroupedProblem.from_lists"
@@ -132,7 +133,7 @@ class GroupedProblem:
         return cls(args, kernel, artifact)
 
     def run(self) -> list[Tensor]:  # [M, N] each
-        """Multiply on the current stream. Return the same `out_list` each time.
+        """Multiply on the current stream. Write the products to the tensors of `out_list` and return these tensors.
 
         Shapes: result [M, N] each.
         """
@@ -173,8 +174,8 @@ def _grouped_gemm_list_op(
     outs = _empty_products(a_list, b_list, by_columns, out_dtype)
     operands = a_list, b_list, outs
     if any(by_columns):
-        # Kernels write results by rows. A product stored by columns is computed as its transpose: the product of the
-        # transposed operands, stored by rows.
+        # Kernels store results by rows. A result stored by columns is therefore computed as its transpose, B.T @ A.T,
+        # stored by rows.
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
     aligned_a, aligned_b, aligned_outs = (_with_contiguous_axes(matrices) for matrices in operands)
@@ -219,7 +220,8 @@ def _backward(ctx, douts):
 def _gradients(
     needed: list[bool], left: Sequence[Tensor], right: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return left[g] @ right[g], stored like likes[g], for the gradients that are needed. Takes one launch."""
+    """Return left[g] @ right[g] if needed[g], else None, for every g. Each product is stored by rows or by columns,
+    like likes[g]. Takes one launch."""
     wanted = [g for g, is_needed in enumerate(needed) if is_needed]
     if not wanted:
         return [None] * len(needed)

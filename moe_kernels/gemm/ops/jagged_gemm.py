@@ -2,7 +2,7 @@
 
     out[start:end] = a_packed[start:end] @ b        with start, end = group_offsets[g], group_offsets[g + 1]
 
-`gemm/kernels/jagged.py` explains why a kernel's tiles may cross the groups.
+A kernel's tile may hold rows of several groups, because all groups multiply the same matrix (`gemm/kernels/jagged.py`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class PackedGroups(NamedTuple):
 def pack_groups(
     a_list: Sequence[Tensor],  # [M, K] each
 ) -> PackedGroups:
-    """Pack groups of rows for `jagged_gemm`, by a copy and an asynchronous upload. Differentiable in each group.
+    """Copy groups of rows into one tensor for `jagged_gemm`. The offsets are uploaded asynchronously. Differentiable in
+    each group.
 
     Shapes: a_list [M, K] each; result a_packed [R, K], group_offsets [G + 1] int32.
 
@@ -67,18 +68,18 @@ def jagged_gemm(
 ) -> Tensor:  # [R, N]
     """Multiply each group of rows by the same matrix. Differentiable in `a_packed` and `b`.
 
-    Operands of two dtypes are first converted to the promoted dtype, which is also the result's. Any strides.
-    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Rows at or past the last offset are zeros in the result;
-    neither the result nor a gradient reads them. The gradient of `b` sums parts of the rows in a fixed order and has
-    `b`'s storage order. Deterministic, without host synchronisation.
+    Operands of two dtypes are first converted to the promoted dtype, which is also the dtype of the result. Operands
+    may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
+    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at
+    or past the last offset are zeros. In the operands, these rows do not affect the result or a gradient. The gradient
+    of `b` is summed in a fixed order and stored like `b`. Deterministic, without host synchronisation.
 
     Shapes: a_packed [R, K], b [K, N], group_offsets [G + 1] int32 or int64; result [R, N].
 
     Args:
         group_offsets: 0, then the exclusive END row of each group: one number more than the offsets of `grouped_gemm`.
-            Checked on the CPU. On a GPU a check would need a host synchronisation, so they are clamped to a
-            non-decreasing sequence within [0, R], and rows before the first offset are zeros, too.
+            Checked on the CPU. On a GPU, a check would need a host synchronisation, so offsets are clamped to a
+            non-decreasing sequence within [0, R]. Rows before the first offset are zeros in the result.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -144,9 +145,9 @@ _LEAST_PART_ROWS = 256
 
 @registered_op("jagged_gemm_wgrad")
 def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed: bool) -> Tensor:
-    """Return a.T @ dout over the rows of the groups, stored as its transpose if `transposed`.
+    """Return a.T @ dout over the rows of all groups, stored by columns if `transposed`.
 
-    The reduction is long and the result has few tiles, so the rows are cut into enough parts to keep the GPU busy.
+    The reduction is long, but the result has few tiles. The rows are therefore cut into parts that run in parallel.
     """
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]

@@ -1,17 +1,17 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
-PEFT wraps an experts module once per adapted parameter [E, out, in], and stores `lora_A.weight` and `lora_B.weight` of
-each wrapper. The names of both contain one `base_layer` per enclosing wrapper. The module's first parameter has the
-innermost wrapper. If parameters are parametrizations (4 bits), the alphabetically first name has the innermost wrapper
-instead. The widths of lora_A and lora_B tell which of the two orders a file of gated experts has.
+PEFT wraps an experts module once per adapted parameter [E, out, in]. Each wrapper stores `lora_A.weight` and
+`lora_B.weight`, whose names contain one `base_layer` per enclosing wrapper. The innermost wrapper adapts the module's
+first parameter or, for parametrizations (4 bits), the alphabetically first parameter. In a file of gated experts, the
+widths of lora_A and lora_B tell which of the two orders applies.
 
-The order of the factors' axes is called orientation, and named after a version of PEFT:
+The order of the factors' axes is called orientation. Each orientation is named after a version of PEFT:
 
     orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
     orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
 
-PEFT before 0.19 writes orientation "0.18", but "0.19" for parameters stored [E, in, out]. Files do not name the
-orientation.
+PEFT writes orientation "0.19" from version 0.19 on. Earlier versions write "0.18", or "0.19" if a parameter is stored
+as [E, in, out]. Files do not name the orientation.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in order of declaratio
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """The use of every tensor of an adapter file. `str()` returns a summary.
+    """Lists the tensors of an adapter file that are used, and their parameters. `str()` returns a summary.
 
     Attributes:
-        orientation: order of the factors' axes, "0.19" or "0.18", as in the module's docstring.
-        told_by: source of the orientation: "argument", "shapes" or "peft_version".
-        used: adapted parameter -> names of its lora_A and its lora_B in the file. Each tensor is used once.
+        orientation: order of the axes of lora_A and lora_B, "0.19" or "0.18": see the module's docstring.
+        told_by: what determined the orientation: "argument", "shapes" or "peft_version".
+        used: for each adapted parameter, the names of its lora_A and its lora_B in the file. Each tensor is used once.
         others: names of tensors that adapt other modules.
     """
 
@@ -73,7 +73,7 @@ class AdapterReport:
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """An adapter file.
+    """The content of an adapter file.
 
     Attributes:
         layers: adapters by the full name of the experts module in PEFT's keys. Gate rows precede up rows.
@@ -111,12 +111,12 @@ def read_peft_adapter(
 ) -> PeftAdapter:
     """Read the adapters of a model's experts. The factors keep every bit of the file's tensors.
 
-    If both parameters of gated experts are adapted, the shapes tell the orientation. Otherwise `peft_version` in the
-    configuration tells it, if this version is 0.19 or later.
+    If both parameters of gated experts are adapted, their shapes determine the orientation. Otherwise the orientation
+    is "0.19" if `peft_version` in the configuration is 0.19 or later.
 
     Args:
-        orientation: "0.19", "0.18", or None (default) to find it.
-        interleaved: the rows of the up parameter are gate 0, up 0, gate 1, ..., as in gpt-oss.
+        orientation: "0.19", "0.18", or None (default) to determine the orientation as described above.
+        interleaved: whether rows of the up parameter are gate 0, up 0, gate 1, ..., as in gpt-oss. Default: False.
 
     Raises:
         ValueError: a file is missing or incomplete, the adapter is not plain LoRA, or the orientation is ambiguous or
@@ -203,7 +203,7 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     keys = prefix, f"{prefix}.base_layer"
     factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
     widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
-    # At most one combination of wrapper order and orientation fits, because 2F != F.
+    # The widths fit at most one combination of wrapper order and orientation, because 2F != F.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
 
@@ -269,7 +269,7 @@ def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool) -> Expert
 
 def _read(pair: _Pair, orientation: str) -> tuple[Tensor, Tensor]:  # a [E, r, in], b [E, out, r]
     slow = pair.a.unflatten(0, (-1, pair.rank))  # [E, r, n]; n is `in` in orientation "0.19", else `out`
-    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, m]; m is the other of the two
+    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, m]; m: `out` in orientation "0.19", else `in`
     return (slow, fast.transpose(1, 2)) if orientation == "0.19" else (fast, slow.transpose(1, 2))
 
 
@@ -281,18 +281,18 @@ def write_adapter(
     orientation: str = "0.19",
     interleaved: bool = False,
 ) -> None:
-    """Write an adapter file. Values keep every bit; adapters of other modules are copied.
+    """Write an adapter file with unchanged values. Adapters of other modules are copied.
 
     Args:
-        layout: "peft" (default). "vllm_3d": the same tensors, for models whose experts vLLM reads as 3-D tensors.
-            "per_expert", for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM layouts
+        layout: "peft" (default); "vllm_3d", the same tensors for models whose experts vLLM reads as 3-D tensors; or
+            "per_expert" for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM layouts
             need adapters of both parameters.
-        orientation: the orientation in which layout "peft" is written.
-        interleaved: write the rows of the up parameter as gate 0, up 0, gate 1, ...
+        orientation: the orientation of layout "peft". Default: "0.19", the only orientation of the other layouts.
+        interleaved: whether the rows of the up parameter are written as gate 0, up 0, gate 1, ... Default: False.
 
     Raises:
-        ValueError: an argument is unknown, the directory holds files, or the layout needs a missing adapter.
-        NotImplementedError: layout "per_expert", and the configuration has `rank_pattern` or `alpha_pattern`.
+        ValueError: an argument is unknown, the directory holds files, or an adapter that the layout needs is missing.
+        NotImplementedError: the layout is "per_expert", and the configuration has `rank_pattern` or `alpha_pattern`.
     """
     _check_layout(adapter, layout, orientation)
     directory = Path(directory)
@@ -359,8 +359,8 @@ def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str,
 
 
 def _per_expert_config(adapter: PeftAdapter) -> dict:
-    """Return the configuration for adapters of modules instead of parameters. Experts move from `target_parameters` to
-    `target_modules`."""
+    """Return the configuration for adapters of modules instead of parameters. Names of experts move from
+    `target_parameters` to `target_modules`."""
     config = adapter.config
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")

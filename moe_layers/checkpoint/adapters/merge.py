@@ -1,4 +1,4 @@
-"""Adds the adapters of experts and linear layers to the weights of a checkpoint, shard by shard."""
+"""Adds a LoRA adapter to the experts' and linear layers' weights of a checkpoint, shard by shard."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ def merge_adapter(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> AdapterReport:
-    """Write the model in `source` to `target` with PEFT's adapter added to the weights of experts and linear layers.
+    """Add a PEFT adapter to the model in `source`, and write the merged model to `target`.
 
-    Each sum is computed in float32 and rounded once to the dtype of the weight. Names, layout and all other tensors do
-    not change. Memory holds the adapter, one output shard and one matrix of the source.
+    The adapter may change experts and linear layers. Each changed weight is computed in float32 and rounded once to its
+    dtype on disk. Names, layout and all other tensors do not change. Memory holds the adapter, one output shard and one
+    matrix of the source.
 
     Args:
-        orientation: the adapter's orientation, as in `read_peft_adapter`.
-        progress: wraps the list of tensors to be written, as tqdm does.
+        orientation: axis order of the factors: that of PEFT "0.19" or "0.18", or None (default) to find it.
+        progress: function that wraps the list of tensors to be written, such as tqdm. The default shows no progress.
 
     Raises:
-        ValueError: the adapter holds more than experts and linear layers, or does not fit the model; the model is
-            quantised; or `target` already holds files.
-        NotImplementedError: the experts' tensors also hold zero experts.
+        ValueError: the adapter changes other modules than experts and linear layers, or does not fit the model; the
+            model is quantised; or `target` already holds files.
+        NotImplementedError: the experts' tensors also hold zero experts, which use no weights.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -68,7 +69,7 @@ def merge_adapter(
 
 @dataclass(frozen=True)
 class _MergedReader(ExpertReader):
-    """Reads single matrices of experts with their adapters added."""
+    """Reads one expert's matrix at a time, and adds the adapter to the matrix."""
 
     adapters: ExpertAdapters
 
@@ -112,8 +113,8 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
 def _expert_outputs(
     surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
 ) -> tuple[dict[str, Output], dict[str, str]]:
-    """Return the changed weights of experts by name. Also map PEFT's names of stacks of layers, such as "model.layers",
-    to the names on disk."""
+    """Return the experts' changed weights by name. Also return a map from PEFT's name of each stack of layers, such as
+    "model.layers", to the stack's name on disk."""
     blocks = {found.block.prefix: found for found in surveys}
     outputs: dict[str, Output] = {}
     stacks: dict[str, str] = {}
@@ -132,11 +133,11 @@ def _expert_outputs(
 
 
 def _linear_adapters(loaded: PeftAdapter, stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
-    """Return the adapters of modules other than experts, by the name of the adapted weight [out, in] on disk.
+    """Return the adapters of linear layers. The keys are the names on disk of the adapted weights [out, in].
 
     Raises:
-        ValueError: a tensor is not a factor of a linear layer, its rank differs from the configuration's, or two
-            adapters have one weight.
+        ValueError: a tensor is not a factor of a linear layer, a factor's rank differs from the configuration, or two
+            adapters change the same weight.
     """
     modules: dict[str, dict[str, Tensor]] = {}
     others = []
@@ -165,7 +166,7 @@ def _linear_adapters(loaded: PeftAdapter, stacks: dict[str, str]) -> dict[str, _
 
 def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
     name = module.removeprefix(ROOT)
-    # PEFT matches rank_pattern and alpha_pattern with the weight's name if target_parameters has it, else the module's.
+    # PEFT matches both patterns with the weight's name if target_parameters has this name, else with the module's name.
     rank, scale = rank_and_scale(config, f"{name}.weight" if targets(f"{name}.weight", config) else name)
     if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
         raise ValueError(
@@ -211,6 +212,6 @@ def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gat
 
 
 def _merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:  # [out, in]
-    """Return weight + scale * b @ a, computed in float32 (float64 stays) and rounded once."""
+    """Return weight + scale * b @ a, computed in float32 (in float64 for a float64 weight) and rounded once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return (weight.to(dtype) + scale * (b.to(dtype) @ a.to(dtype))).to(weight.dtype)

@@ -28,7 +28,7 @@ def check_plain(config: dict) -> None:
 
 
 def check_mergeable(config: dict) -> None:
-    """Raise ValueError unless adding lora_B @ lora_A, scaled, to the stored weights [out, in] merges the adapter."""
+    """Raise ValueError if the merged weight is not the stored weight [out, in] plus scale * lora_B @ lora_A."""
     got = {name: config[name] for name in ("fan_in_fan_out", "layer_replication") if config.get(name)}
     if (initial := config.get("init_lora_weights")) not in _INITIAL:
         got["init_lora_weights"] = initial
@@ -40,12 +40,14 @@ def check_mergeable(config: dict) -> None:
 
 
 def targets(name: str, config: dict) -> bool:
-    """Return whether `target_parameters` has the parameter's full name or, as PEFT allows, its last dotted parts."""
+    """Return whether `target_parameters` names the parameter. As PEFT allows, an entry may omit leading parts of the
+    dotted name."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
 
 
 def targets_below(module: str, config: dict) -> set[str]:
-    """Return the parameters of `module` whose entries in `target_parameters` also name the module, fully or in part."""
+    """Return the parameters of `module` that `target_parameters` lists. Skip entries that lack the last part of the
+    module's name."""
     named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
 
@@ -58,6 +60,6 @@ def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
 
 
 def _of_pattern(config: dict, kind: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a name, as PEFT does, else `default`."""
+    """Return the value of the first pattern that matches the end of `name`, as PEFT does, else `default`."""
     patterns = config.get(kind) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

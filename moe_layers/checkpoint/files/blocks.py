@@ -1,4 +1,4 @@
-"""MoE blocks of a checkpoint, found by their tensor names."""
+"""Finds the MoE blocks of a checkpoint by their tensor names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _SHARED_AT = (
 _NAMES = (*_SHARED_AT, *(name for names in OTHER_NAMES.values() for name in names))
 _BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("../"))
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
-_SHARED_KEYS = (  # (whether the shared expert is gated, its keys)
+_SHARED_KEYS = (  # (whether the shared expert is gated, keys of its tensors)
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
     # transformers 5.23 saves HY-V4's shared experts under these names.
     (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
@@ -70,13 +70,13 @@ _EXPERT_NUMBER = re.compile(r"(experts\.(?:expert_)?)(\d+)(?=\.)")
 
 @dataclass(frozen=True)
 class Block:
-    """An MoE block of a checkpoint: where it lies in the model, and its weights.
+    """An MoE block of a checkpoint: its position in the model, and its weights.
 
     Attributes:
-        prefix: prefix of its tensor names, with the last dot.
-        layer: number of its layer in the model.
-        weights: (full name, (encoding, tensors on disk)) of each weight, by its name without the prefix. A name that
-            begins with "../" belongs to the layer that holds the block.
+        prefix: prefix of the block's tensor names, including the last dot.
+        layer: number of the block's layer in the model.
+        weights: maps the name of each weight, without the prefix, to (full name, (encoding, names of tensors on disk)).
+            A name that begins with "../" belongs to the layer that holds the block.
     """
 
     prefix: str
@@ -88,7 +88,7 @@ class Block:
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def tensors(self, experts: range) -> list[str]:
-        """Return the full names of the tensors on disk. Leave out tensors that hold one expert outside `experts`."""
+        """Return the full names of the tensors on disk. Leave out tensors of single experts outside `experts`."""
         matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
@@ -103,7 +103,7 @@ class Block:
 
 
 def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
-    """Return each known set of a shared expert's tensors as a tuple of keys. Names are relative to the block."""
+    """Return the known naming schemes of a shared expert, each as a tuple of keys. Names are relative to the block."""
     return [
         tuple(Key(at + key.name, key.parts) for key in keys)
         for at in _SHARED_AT
@@ -113,7 +113,7 @@ def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
 
 
 def check_names(prefix: str, layout: Layout) -> None:
-    """Raise ValueError if tensors with the layout's names would not be recognised as the block's."""
+    """Raise ValueError if a reader would not recognise tensors with the layout's names as tensors of the block."""
     if not all(_may_hold(prefix, key.name) for key in layout.keys):
         raise ValueError(
             f"checkpoint: layout {layout.name!r} has no names for experts that lie below {prefix or '(top)'} itself, "
@@ -124,7 +124,7 @@ def check_names(prefix: str, layout: Layout) -> None:
 def find_blocks(names: Iterable[str]) -> list[Block]:
     """Return all MoE blocks, in the order of their layers.
 
-    A prefix names a block if both a router's weight and tensors of experts begin with it.
+    A prefix names a block if the names of a router's weight and of experts' weights begin with the prefix.
     """
     weights = group_names(names)
     prefixes = _prefixes(weights)
@@ -142,7 +142,7 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
     """Return the layouts whose weights all exist in the block. Leave out a layout whose names are a proper subset of
-    another's."""
+    another matching layout's names."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [
@@ -157,7 +157,7 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
 
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
-    """Return the prefixes of blocks. Below such a prefix, both a router's weight and weights of experts exist."""
+    """Return the prefixes below which a router's weight and experts' weights exist."""
     keys = {key.name_of(0) for layout in LAYOUTS for key in layout.keys if not key.bias}
     weights = set(weights)
     routers = {
@@ -176,7 +176,7 @@ def _prefixes(weights: Iterable[str]) -> set[str]:
 
 
 def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> Iterator[tuple[str, str]]:
-    """Yield each block that a tensor belongs to, with the tensor's name below the block."""
+    """Yield (prefix, name below the prefix) for each block that a tensor belongs to."""
     end = 0
     while True:
         prefix, relative = name[:end], name[end:]
@@ -192,11 +192,11 @@ def _holders(name: str, prefixes: set[str], blocks_in: dict[str, list[str]]) -> 
 
 
 def _may_hold(prefix: str, relative: str) -> bool:
-    """Return whether a tensor with this name below a block's prefix belongs to the block."""
+    """Return whether the tensor named `prefix + relative` belongs to the block with this prefix."""
     is_layer = prefix == "" or prefix.rstrip(".").rsplit(".", 1)[-1].isdigit()
     return not is_layer or relative.startswith(_OWN_NAMES)
 
 
 def _layer_number(prefix: str) -> int:
-    """Return the first number in the prefix: 0 for "encoder.block.0.layer.1.mlp."."""
+    """Return the first number in the prefix, such as 3 in "encoder.block.3.layer.1.mlp.". Return 0 without a number."""
     return next((int(part) for part in prefix.split(".") if part.isdigit()), 0)

@@ -74,11 +74,11 @@ def read_json(path: Path) -> dict:
 class CheckpointFiles:
     """The names, shapes and bytes of a checkpoint's tensors. Leaving a `with` block closes the files.
 
-    Opening a checkpoint reads only names; the first use of a file's tensors reads its header. Shards whose tensors are
-    not used may be missing: `require` checks that the needed shards exist.
+    Opening a checkpoint reads only the names. The first use of a tensor reads the header of the tensor's file. Shards
+    may be missing if their tensors are not used; `require` checks that the needed shards exist.
 
     Raises:
-        ValueError: no weights, a damaged file, or a file that lacks a tensor listed in the index.
+        ValueError: the directory holds no weights, a file is damaged, or a file lacks a tensor that the index lists.
     """
 
     def __init__(self, directory: str | os.PathLike[str]):
@@ -108,11 +108,11 @@ class CheckpointFiles:
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
         """Return the tensor, or a range of its first axis. Only the bytes of that range are read.
 
-        The bytes are read, not mapped: a page fault for each mapped page takes several times as long as the copy.
+        The bytes are not memory-mapped, because the page fault of a mapped page takes several times as long as a copy.
 
         Args:
             into: contiguous CPU tensor that receives the bytes, with the dtype and number of elements of the result.
-                None (default) allocates.
+                None (default) allocates a tensor.
         """
         shape, dtype = self.info(name)
         size = shape[0] if shape else 1
@@ -132,7 +132,8 @@ class CheckpointFiles:
         return header[name]
 
     def _header(self, file_name: str) -> dict[str, _Entry]:
-        """Return the tensors of a file by name (https://github.com/huggingface/safetensors#format)."""
+        """Return the header of a file: the entry of each tensor by name
+        (https://github.com/huggingface/safetensors#format)."""
         if file_name not in self._headers:
             path = self.directory / file_name
             try:
@@ -187,8 +188,8 @@ def _memory_of(tensor: Tensor) -> memoryview:
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back untouched memory with huge pages. The first touch of each small page takes longer than reading
-    its bytes from the page cache. The system may ignore this hint."""
+    """Ask Linux to back a tensor's untouched memory with huge pages; Linux may ignore this hint. The first access to a
+    small page takes longer than reading the page's bytes from the page cache."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_BYTES:
         return
     page = mmap.PAGESIZE

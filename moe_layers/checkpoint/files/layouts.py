@@ -1,8 +1,8 @@
 """Layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
 
-A `Key` names a tensor relative to the block. It also defines how one expert's matrix in this tensor maps to rows of our
-parameters. For the same key, `disk_parts` and `parameter_parts` return views of equal shape. So one `copy_` reads a
-matrix without changing a bit. In the opposite direction, `copy_` writes the matrix.
+A `Key` names a tensor relative to the MoE block, and maps one expert's matrix in this tensor to rows of our parameters.
+The key's `disk_parts` is a view of the matrix on disk. The key's `parameter_parts` is a view of the parameter with the
+same shape. One `copy_` between the views reads or writes the matrix without changing a bit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Key:
-    """How a tensor of the experts is stored on disk.
+    """Describes how a tensor of the experts is stored on disk.
 
     Attributes:
-        name: name without the block's prefix. "{e}" stands for the expert's number; a name without "{e}" means that the
-            tensor holds all experts.
+        name: name without the block's prefix. "{e}" stands for the expert's number; a tensor without "{e}" in its name
+            holds all experts.
         parts: projections in the tensor, in order: "gate", "up" or "down". A bias has the same parts as its matrix.
-        transposed: matrices are [in, out].
+        transposed: matrices are [in, out] instead of [out, in].
         interleaved: rows of the parts alternate: gate 0, up 0, gate 1, up 1, ...
         flat: the experts' matrices are stacked along their rows, [E * rows, columns].
     """
@@ -88,7 +88,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
-        """Return the range of the tensor's first axis that holds an expert, or None if the tensor holds one expert."""
+        """Return the range of the tensor's first axis that holds `expert`, or None if each expert has a tensor."""
         if self.per_expert:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1
@@ -100,7 +100,7 @@ class Key:
         return tensor if rows is None else self.without_experts(tensor[rows])
 
     def without_experts(self, rows: Tensor) -> Tensor:
-        """Return one expert's matrix from the part of a tensor that `rows_of_expert` selects."""
+        """Return one expert's matrix. `rows` is the part of the tensor that `rows_of_expert` selects."""
         return rows if self.per_expert or self.flat else rows[0]
 
     def disk_parts(
@@ -131,12 +131,12 @@ class Key:
 
 @dataclass(frozen=True)
 class Layout:
-    """The keys of one layout. Bias keys apply if the experts have biases.
+    """The keys of one layout. The keys of biases apply only if the experts have biases.
 
     Attributes:
         name: the name that `save_checkpoint` and `convert` take.
-        family: letter in the table of `docs/guides/load_a_checkpoint.md`.
-        gated: experts have a gate projection. Two layouts may have the same name, one gated and one plain.
+        family: letter of the layout in the table of `docs/guides/load_a_checkpoint.md`.
+        gated: experts have a gate projection. A gated and a plain layout may have the same name.
         encoding: "mxfp4" if matrices of this layout exist only in MXFP4, else "".
     """
 
@@ -207,8 +207,8 @@ LAYOUTS = (
     Layout("named_fc", "J", _separate("", "experts.expert_{e}.fc1", "experts.expert_{e}.fc2"), gated=False),
 )
 
-# By `model_type`, the layouts in which packed experts are published, if not "fused". They decide between layouts whose
-# tensors have equal names and possibly equal shapes ("fused", "transposed", "interleaved").
+# Layouts of published experts that share one tensor, by `model_type`. The default is "fused". The table is needed
+# because "fused", "transposed" and "interleaved" have equal tensor names and possibly equal shapes.
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
     "llama4_text": ("transposed",),
@@ -218,15 +218,15 @@ _PUBLISHED = {
 
 
 def published_layouts(model_type: str) -> tuple[str, ...]:
-    """Return the layouts of an architecture's experts, if packed under the names of "fused". The usual one is first."""
+    """Return the layouts that an architecture uses with the tensor names of "fused". The usual layout is first."""
     return _PUBLISHED.get(model_type, ("fused",))
 
 
 def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> Layout:
-    """Return the layout to write.
+    """Return the layout with this name, for writing.
 
     Args:
-        encoding: encoding of the matrices. With "mxfp4", layouts that exist only in MXFP4 are also allowed.
+        encoding: encoding of the matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: plain.
 
     Raises:
         ValueError: the name is unknown, or the layout has no tensors for gated experts, plain experts or biases.

@@ -12,7 +12,7 @@ _FLOAT8_BLOCK = [128, 128]
 
 
 def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
-    """Return the size (rows, columns) of the blocks of a float8 weight that have one scale. Default: 128 x 128.
+    """Return the size (rows, columns) of the blocks of a float8 weight. Each block has one scale. Default: 128 x 128.
 
     Raises:
         ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.
@@ -30,7 +30,7 @@ def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
 
 
 def without_quantization(values: dict) -> dict:
-    """Return the configuration of the dequantised model, including the parts of a composite model."""
+    """Return the configuration without its quantisation, also in the nested parts of a composite model."""
     return _without(values, ("quantization_config", "expert_dtype"))  # DeepSeek-V4 sets expert_dtype
 
 

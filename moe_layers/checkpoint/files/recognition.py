@@ -1,4 +1,4 @@
-"""Selects a checkpoint's block, and recognises the layout of its experts."""
+"""Selects an MoE block of a checkpoint, and recognises the layout of its experts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .blocks import Block, find_blocks, matching_layouts
 from .directory import CheckpointFiles
 from .layouts import LAYOUTS, Layout, Sizes
 
-# Words before a layer's number that every model may have. Other words name a submodel with its own layer numbers.
+# Words that may precede a layer's number in any model. Other words name a submodel that numbers its own layers.
 _COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
 _COMMON |= {"layers", "layer", "blocks", "block", "h"}
 _FIRST = {"thinker", "encoder"}  # submodels whose layers may be selected by number alone
 
 
 def is_main(block: Block) -> bool:
-    """Return whether a block belongs to the submodel that the configuration describes: language model or encoder."""
+    """Return whether a block belongs to the submodel that the configuration describes: a language model or encoder."""
     return _part(block.prefix) <= _FIRST
 
 
@@ -26,7 +26,7 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     An index counts the layers of the language model. In an encoder-decoder, an index counts the encoder's layers.
 
     Raises:
-        ValueError: there is no such block, or more than one.
+        ValueError: no block matches, or several blocks match.
     """
     blocks = find_blocks(files.file_of)
     if isinstance(layer, str):
@@ -46,11 +46,11 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
 def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
-    transformers renames parts of the names on disk. So the first of these matches counts: the same prefix; the same
-    layer; the same layer number in a stack of layers whose name differs only in words of `_COMMON`.
+    transformers renames parts of the names on disk. The first match counts: an equal prefix; else an equal layer; else
+    an equal layer number in a stack of layers whose name differs only in words of `_COMMON`.
 
     Raises:
-        ValueError: there is no such block, or more than one.
+        ValueError: no block matches, or several blocks match.
     """
     name = module[: module.rfind(".") + 1]
     numbered = [prefix for prefix in prefixes if _numbers(prefix) == _numbers(name)]
@@ -87,15 +87,16 @@ def choose_layout(
     published: tuple[str, ...],
     recorded: str | None,
 ) -> Layout:
-    """Return the layout of the block's experts. Shapes resolve ambiguous names, `published` resolves ambiguous shapes.
+    """Return the layout of the block's experts. Tensor names decide first, then shapes, then `published`.
 
     Args:
-        shapes: shapes of the block's weights that hold all experts.
+        shapes: shapes of those weights of the block that hold all experts.
         published: the result of `published_layouts` for this architecture.
-        recorded: the layout that `convert` and `save_checkpoint` wrote into the configuration.
+        recorded: the layout that `convert` or `save_checkpoint` wrote into the configuration, or None.
 
     Raises:
-        ValueError: no layout has the block's tensor names, or several layouts fit and nothing decides between them.
+        ValueError: no layout has any of the block's tensor names, the recorded layout does not fit the names, or
+            several layouts fit and nothing decides between them.
     """
     candidates = _candidates(block, gated, recorded)
     if not candidates:
@@ -114,7 +115,7 @@ def choose_layout(
 
 
 def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]:
-    """Return the layouts whose names the block's tensors have. If a layout is recorded, return only this one."""
+    """Return the layouts whose tensor names the block has. If a layout is recorded, return only the recorded layout."""
     candidates = matching_layouts(block, gated=gated)
     if recorded is None or not candidates:
         return candidates
@@ -127,8 +128,9 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the only published layout that fits. If none is published, return the only one that is not "interleaved",
-    unless d_model and d_ff make the shapes ambiguous. Else return None."""
+    """Return the only fitting layout that is published, or None if several are. If none is published, return the only
+    fitting layout except "interleaved". In the second case, return None if d_model is d_ff or 2 * d_ff, because shapes
+    are then ambiguous, or if "interleaved" is in `published`."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None
@@ -143,7 +145,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout with the most tensors in the block. Later errors name the layout's missing tensors."""
+    """Return the layout that shares most names with the block. Later errors name the layout's missing tensors."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

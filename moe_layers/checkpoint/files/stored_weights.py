@@ -1,9 +1,9 @@
-"""Weights as they are stored: plain, or quantised as a tensor of numbers and a tensor of scales.
+"""Reads weights as they are stored: plain, or quantised into a tensor of numbers and a tensor of scales.
 
-`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 (DeepSeek-V3) has a scale
-per block: the tensor on disk is called `weight_scale_inv`, but it is the multiplier. MXFP4 (gpt-oss) has 4-bit numbers
-in uint8 [..., N, K / 32, 16], and a power-of-two scale per 32 numbers. Packed float4 (DeepSeek-V4) has the same bytes
-as int8 [..., N, K / 2].
+`moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 (DeepSeek-V3) has one scale
+per block. Despite its name, the tensor `weight_scale_inv` holds the scales that multiply the numbers. MXFP4 (gpt-oss)
+stores 4-bit numbers as uint8 [..., N, K / 32, 16], with one power-of-two scale per 32 numbers. Packed float4
+(DeepSeek-V4) stores the same bytes as int8 [..., N, K / 2].
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ class Stored:
         return dequantize_mxfp4(numbers, scales, self.name)
 
 
-Group = tuple[str, tuple[str, ...]]  # the encoding of a weight, and its tensors on disk
+Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tensors on disk)
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return the weights that a checkpoint's tensors represent, by name. An "mxfp4" weight's scales may be missing.
+    """Return the weights that a checkpoint's tensors represent, by name. Scales of an "mxfp4" weight may be missing.
 
-    Packed float4 has the same names as float8 and is returned as "float8". `describe` distinguishes both by dtype.
+    Packed float4 has the same names as float8 and is returned as "float8"; `describe` tells them apart by dtype.
     """
     names = set(names)
     suffixes = {"_scale_inv": ""}
@@ -90,7 +90,7 @@ def group_names(names: Iterable[str]) -> dict[str, Group]:
 def describe(
     files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
 ) -> Stored | None:
-    """Read a weight's shape from the headers. On errors, append them to `problems` and return None.
+    """Describe a weight from the headers of its files. Append errors to `problems`. Return None if a tensor is missing.
 
     Args:
         block: rows and columns of a float8 weight that share a scale.
@@ -118,7 +118,7 @@ def describe(
 def describe_all(
     files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
 ) -> dict[str, Stored]:
-    """Describe `weights`, which map any key to (full name, group). Raise ValueError if one cannot be read."""
+    """Describe `weights`, which maps any key to (full name, group). Raise ValueError if a weight has errors."""
     problems: list[str] = []
     described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
     if problems:
@@ -198,7 +198,7 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Look up every 4-bit number and multiply it by the power of two of its group of 32. The result is exact.
+    """Decode every 4-bit number, and multiply the number by the power of two of its group of 32. The result is exact.
 
     Raises:
         ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.

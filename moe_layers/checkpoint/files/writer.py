@@ -1,4 +1,4 @@
-"""Checkpoint writer that holds one shard at a time."""
+"""Writes a checkpoint, and holds only one shard in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ShardWriter:
     """Collects tensors in order, and writes a shard when the next tensor would not fit. A tensor above
     `max_shard_bytes` gets its own shard.
 
-    Until `finish`, the files have temporary names, so an interrupted run leaves no partial checkpoint to load.
+    The files have temporary names until `finish`. An interrupted run therefore leaves no partial checkpoint to load.
 
     Raises:
         ValueError: the directory already holds files, the size is not positive, or (`add`) a name is repeated.
@@ -39,7 +39,7 @@ class ShardWriter:
         self._written: set[str] = set()
 
     def make_room(self, num_bytes: int) -> None:
-        """Write the held tensors if `num_bytes` more would exceed `max_shard_bytes`. Call it before allocating."""
+        """Write the held tensors if `num_bytes` more would overfill a shard. Call before the next tensor is made."""
         if self._held and self._held_bytes + num_bytes > self.max_shard_bytes:
             self._write_shard()
 

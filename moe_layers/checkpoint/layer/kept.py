@@ -1,8 +1,8 @@
 """Reads and writes experts that keep the bytes of a quantised checkpoint: `from_checkpoint(keep_quantized=True)`.
 
-The quantised numbers and the scales of a matrix are two matrices with the same layout, so one `Key` describes both.
-An FP8 scale belongs to a block of rows and columns. So a transposed key needs square blocks, and gate and up must each
-consist of whole blocks of rows.
+A quantised matrix consists of numbers and scales, two matrices with the same layout. One `Key` describes the two. An
+FP8 scale belongs to a block of rows and columns. A transposed key therefore needs square blocks, and gate and up must
+each consist of whole blocks of rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ WEIGHTS = ("experts.w_up", "experts.w_down")
 
 
 def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
-    """Replace the expert weights of a layer on the meta device by quantised ones. Return the name of their format.
+    """Replace the expert weights of a layer on the meta device by quantised weights. Return the format's name.
 
     Raises:
-        ValueError: the experts on disk are not quantised, have an unsupported format or several formats or scale
-            dtypes, or have scales that do not fit the layer's order of rows.
+        ValueError: the experts on disk are not quantised; have an unsupported format, several formats or several dtypes
+            of scales; or have scales that do not fit the layer's order of rows.
     """
     formats = set()
     for name in WEIGHTS:
@@ -122,7 +122,7 @@ def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
 
 
 def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]) of quantised numbers, then of scales."""
+    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]), first of the numbers, then of the scales."""
     weight = kept.weight()
     values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
     if layout.encoding == "mxfp4":

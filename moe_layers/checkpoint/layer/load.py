@@ -1,4 +1,4 @@
-"""Builds a layer from the block of a published model."""
+"""Builds a layer from an MoE block of a published model."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
     """Read a file written by `save_safetensors` into the module's tensors.
 
     Raises:
-        ValueError: tensors are missing or unexpected, or have wrong shapes or dtypes; the message names them. Or the
-            file is damaged, or the state dict is sharded or on the meta device. The module is then unchanged.
+        ValueError: tensors are missing, unexpected, or of a wrong shape or dtype (the message names them); `path` is a
+            directory or a damaged file; or the state dict is sharded or on the meta device. The module is then
+            unchanged.
     """
     state = whole_state("load_safetensors", module)
     if Path(path).is_dir():
@@ -53,7 +54,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
         shape, dtype = tuple(state[name].shape), state[name].dtype
         if stored[name].shape != shape:
             problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
-        # Dtypes of `_DTYPES` may differ. Any other dtype must match, because the file has no scales to convert with.
+        # Dtypes in `_DTYPES` convert to each other. Others must match, because the file has no scales for a conversion.
         allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
         if stored[name].dtype not in allowed:
             problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
@@ -83,29 +84,29 @@ def load_layer(
     The directory holds config.json and model.safetensors, or shards with model.safetensors.index.json. Only the shards
     with the block's tensors are needed, and only these shards are downloaded from the hub. All tensors are matched with
     parameters and checked before the first tensor is read. The tensors are then read one by one into the parameters.
-    float8 and MXFP4 weights are dequantised by default. Logits are float32, even if the original model rounds them.
+    float8 and MXFP4 weights are dequantised by default. Router logits are float32, even if the model rounds them.
 
     Args:
         layer_class: `MoEFeedForward` or a subclass.
         directory: a directory, or the name "org/model" of a model that huggingface_hub downloads.
-        layer: index of the layer in the model (in the encoder of an encoder-decoder). Or the prefix of the block's
-            tensor names, for models in which several blocks have this index.
-        dtype: dtype of the parameters. Default: the dtype of the experts on disk, for quantised experts the model's
-            dtype. By default a router that is stored in float32 stays float32. Other weights that would be rounded
+        layer: index of the layer in the model (in the encoder of an encoder-decoder). If several blocks have this
+            index, pass the prefix of the block's tensor names instead. Default: 0.
+        dtype: dtype of the parameters. Default: the dtype of the experts on disk or, if they are quantised, of the
+            model. By default, a router that is stored in float32 stays float32. Other weights that would be rounded
             raise ValueError.
         device: device of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
-        experts: read only these experts. The layer then computes their share of the sum: see `keep_local_experts`.
-        mesh: ranks that share the experts. Each rank reads its own experts, without communication.
-        expert_parallel: how the ranks of the mesh share the experts. Default: `ExpertParallel()`.
-        keep_quantized: keep experts in float8 blocks or MXFP4 as they are, frozen: see `quantize_experts_`.
+        experts: read only these experts (default: all), and sum only their outputs: see `keep_local_experts`.
+        mesh: ranks among which the experts are divided. Each rank reads its own experts, without communication.
+        expert_parallel: how the ranks of the mesh divide the experts. Default: `ExpertParallel()`.
+        keep_quantized: leave experts in block-scaled float8 or MXFP4 quantised and frozen: see `quantize_experts_`.
         return_report: return (layer, LoadReport). The report names the use of each tensor.
 
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
-            missing, left over, ambiguous or of a wrong shape; config.json has another number of experts than the
-            tensors; weights would be rounded without a `dtype`; scales are not finite; `keep_quantized` lacks support
-            for the experts' format; the mesh does not fit the number of experts, or is given together with `experts`.
-            The message names the cause, and no layer is returned.
+            missing, left over, ambiguous or of a wrong shape; config.json and the tensors disagree about the number of
+            experts; weights would be rounded without a `dtype`; scales are not finite; `keep_quantized` does not
+            support the experts' format; the mesh does not fit the number of experts, or is given together with
+            `experts`. The message names the cause, and no layer is returned.
     """
     if (expert_parallel if mesh is None else experts) is not None:
         raise ValueError(
@@ -113,7 +114,7 @@ def load_layer(
             f"got mesh={mesh}, experts={experts} and expert_parallel={expert_parallel}"
         )
     if device is None and mesh is not None:
-        device = mesh.device_type  # where parallelize_module puts the experts
+        device = mesh.device_type  # parallelize_module puts the experts on this device
     if dtype not in (None, *_DTYPES.values()):
         raise ValueError(f"from_checkpoint: dtype must be one of {tuple(_DTYPES.values())}, got {dtype!r}")
     is_hub_name = isinstance(directory, str) and _HUB_NAME.fullmatch(directory) and not os.path.exists(directory)
@@ -160,19 +161,19 @@ def load_layer(
 
 
 class _HubModel:
-    """A model of the Hugging Face Hub by its name, "org/model". `download` returns the folder of the local cache."""
+    """A model named "org/model" on the Hugging Face Hub. `download` returns the folder of the local cache."""
 
     def __init__(self, name: str):
         self.name = name
-        self._commit: str | None = None  # all files come from one commit
+        self._commit: str | None = None  # commit of the first download, which later downloads use
 
     def download_names(self) -> Path:
-        """Download the configuration and the index of the tensors. A model without an index consists of one file."""
+        """Download the configuration and the index of the tensors. Without an index, download the model's only file."""
         folder = self.download((CONFIG, INDEX))
         return folder if (folder / INDEX).is_file() else self.download((SINGLE,))
 
     def download(self, files: Iterable[str]) -> Path:
-        """Download those of the files that the model has. Return the folder of the local cache."""
+        """Download the files in `files` that the model has. Return the folder of the local cache."""
         missing = f"from_checkpoint: there is no directory {self.name}"
         try:
             from huggingface_hub import snapshot_download
@@ -185,14 +186,14 @@ class _HubModel:
             ) from error
         try:
             folder = Path(snapshot_download(self.name, revision=self._commit, allow_patterns=sorted(files)))
-        except (OSError, ValueError) as error:  # a failed connection, an invalid name
+        except (OSError, ValueError) as error:  # such as a failed connection or an invalid name
             raise ValueError(f"{missing}, and the Hugging Face Hub gives no such model: {error}") from error
-        self._commit = folder.name  # the cache has one folder for each commit
+        self._commit = folder.name  # the cache names each folder after a commit
         return folder
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: _HubModel | None) -> None:
-    """Download the files that hold these tensors, and check that the files exist. Skip names in no file."""
+    """Download the files that hold these tensors, and check that the files exist. Skip names that no file holds."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})
@@ -244,7 +245,7 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
-    """Read an expert's matrix directly into a CPU parameter if both have the same bytes. Return whether it was read."""
+    """Read an expert's matrix directly into a CPU parameter if the bytes match. Return whether the matrix was read."""
     assert fill.key is not None
     target = fill.key.parameter_parts(share, gated)
     same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order
@@ -270,7 +271,7 @@ def _checked_experts(experts: range | DeviceMesh | None, config: MoEConfig) -> r
 
 
 def _stored_dtype(plan: Plan, values: dict, model_config: ModelConfig) -> torch.dtype:
-    """Return the experts' dtype on disk; for quantised experts the configuration's dtype, by default bfloat16."""
+    """Return the experts' dtype on disk. For quantised experts, return the configuration's dtype (default bfloat16)."""
     stored = next(fill.stored for fill in plan.fills if fill.experts is not None)
     if stored.encoding == "plain":
         return stored.dtype

@@ -22,10 +22,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Fill:
-    """A weight of the checkpoint and its destination.
+    """A weight of the checkpoint, and the parameter that the weight fills.
 
     Attributes:
-        key: maps the weight's matrices on disk to rows of the parameter; None for a plain copy.
+        key: maps the weight's matrices on disk to rows of the parameter; None copies the weight in its order on disk.
         experts: the experts to read from the weight; None for a weight that belongs to no expert.
     """
 
@@ -40,7 +40,7 @@ class Plan:
     """The weights to read for a layer.
 
     Attributes:
-        others: names of tensors on disk to skip: those of experts that were not requested, and of zero experts.
+        others: names of tensors on disk to skip, because their experts were not requested or are zero experts.
     """
 
     layout: Layout
@@ -51,13 +51,13 @@ class Plan:
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Description of the checkpoint that a layer was read from, which `save_checkpoint` follows by default.
+    """Describes the checkpoint that a layer was read from. By default, `save_checkpoint` keeps layout and names.
 
     Attributes:
         config: the complete `config.json`.
         layout: name of the experts' layout.
         prefix: prefix of the block's tensor names.
-        names: parameter -> full name on disk, for the router and all other tensors outside experts and shared expert.
+        names: parameter -> full name on disk, for all parameters except those of experts and shared expert.
         shapes: parameter -> shape on disk, for the parameters in `names`; some biases are [1, E] on disk.
         shared: one `Key` for each tensor of the shared expert, with the tensor's full name as its `name`.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
@@ -89,7 +89,7 @@ class CheckpointSource:
 
 
 class Planner:
-    """Collects the weights that fill a layer, and all problems, to report them in one error."""
+    """Matches weights with the parameters of a layer, and reports all problems in one error."""
 
     def __init__(self, files: CheckpointFiles, block: Block, float8_block: tuple[int, int]):
         self.files = files
@@ -104,14 +104,15 @@ class Planner:
         """Match the weights of the block with the parameters of the given shapes.
 
         Args:
-            published, recorded: see `choose_layout`.
+            published: the layouts of this architecture, from `published_layouts`.
+            recorded: the layout that `config.json` records, or None.
 
         Raises:
-            ValueError: tensors are missing, left over, ambiguous or of a wrong shape; the message names them. Or the
-                number of experts in the configuration differs from that of the tensors.
+            ValueError: tensors are missing, left over, ambiguous or of a wrong shape (the message names the tensors),
+                or the configuration and the tensors disagree about the number of experts.
         """
         sizes = Sizes.of(config)
-        # Shapes of the weights that hold all experts. `_fill` reports their problems.
+        # Shapes of the weights that hold all experts. Problems are dropped here, because `_fill` reports them.
         described = {name: self._describe(name, []) for name in self.block.weights if name in _STACKED}
         stacked = {name: held.shape for name, held in described.items() if held is not None}
         layout = choose_layout(
@@ -150,8 +151,8 @@ class Planner:
             )
 
     def _plan_experts(self, plan: Plan, config: MoEConfig, experts: range, stacked: Shapes) -> None:
-        """Plan the experts. Zero experts have no weights, so rows or tensors that transformers may write for them are
-        skipped."""
+        """Plan the experts' weights. Skip rows and tensors that transformers may write for zero experts, because zero
+        experts use no weights."""
         with_zero_experts = replace(plan.sizes, num_experts=config.num_experts + config.num_zero_experts)
         for key in plan.layout.select(bias=config.bias):
             for number, name in key.names(with_zero_experts.num_experts):
@@ -230,9 +231,9 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return an error text if the number of float8 scales does not tell whether a block has both gate and up rows.
+    """Return an error text if the number of float8 scales does not tell whether a block may hold both gate and up rows.
 
-    For n gate rows and blocks of b rows: n % b > 0, and ceil(2n / b) == 2 ceil(n / b).
+    For n gate rows and blocks of b rows, the number is ambiguous if n % b > 0 and ceil(2n / b) == 2 ceil(n / b).
     """
     if stored.encoding != "float8" or len(key.parts) == 1 or key.interleaved:
         return None

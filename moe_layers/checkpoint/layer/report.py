@@ -1,4 +1,4 @@
-"""Evidence that a layer was loaded completely: the use of every tensor of the block."""
+"""Reports the use of every tensor of a block, as evidence that a layer was loaded completely."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ class LoadedTensor:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """How a layer was loaded. `str()` returns a readable summary.
+    """Describes how a layer was loaded. `str()` returns a readable summary.
 
     Attributes:
         prefix: prefix of the block's tensor names.
         layout: name of the experts' layout; `family` is its letter in `docs/guides/load_a_checkpoint.md`.
         tensors: the weights that were read. Each was used exactly once.
-        other_experts: names of unread tensors, of experts that were not requested and of zero experts.
+        other_experts: names of tensors that were not read, because their experts were not requested or are zero
+            experts.
         parameters: shape of every parameter and persistent buffer of the layer. Each was filled exactly once. A weight
             that stays quantised counts as one parameter of the dequantised shape.
-        kept_format: the format of expert weights that keep their stored bytes; "" if weights were dequantised or plain.
+        kept_format: format of the experts' weights if they keep their stored bytes; "" if they are plain or were
+            dequantised.
     """
 
     directory: str

@@ -24,7 +24,7 @@ from .plan import CheckpointSource
 
 
 def save_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Write the module's state dict to one file. Raise ValueError if it is sharded or on the meta device."""
+    """Write the module's state dict to one file. Raise ValueError if a tensor is sharded or on the meta device."""
     state = whole_state("save_safetensors", module)
     save_file({name: tensor.contiguous() for name, tensor in state.items()}, path)
 
@@ -37,14 +37,15 @@ def save_layer(
 ) -> None:
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
-    Names and configuration are those of the model from which the layer was read. A layer without such a model gets this
-    package's names, and `config.to_dict()` as its configuration, which lacks `noise` and `assignment`. Experts in FP8
-    with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
+    Names and configuration are those of the checkpoint that the layer was read from. A layer that was not read from a
+    checkpoint gets this package's names, and `config.to_dict()` as its configuration, without `noise` and `assignment`.
+    Experts in FP8 with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
-        layout: layout of the experts, by its name in `LAYOUTS`, such as "per_expert" or "fused". "mxfp4" is gpt-oss's
-            layout, only for experts in MXFP4. None (default): the layout that was read, if possible, else "per_expert".
+        layout: layout of the experts, by its name in `LAYOUTS`, such as "per_expert" or "fused". "mxfp4", the layout of
+            gpt-oss, is only for experts in MXFP4. None (default): the layout that was read, if possible, else
+            "per_expert".
 
     Raises:
         ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,
@@ -72,7 +73,7 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name. For None, return the source's layout if possible, else "per_expert".
+    """Return the layout with this name. For None, return the layout that was read, if possible, else "per_expert".
 
     Args:
         kept: a quantised weight of the experts, or None if the experts are not quantised.
@@ -94,10 +95,10 @@ def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | No
 
 
 def layer_tensors(module: Any, state: Mapping[str, Any], target: Layout, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors of a layer under the names of a checkpoint, contiguous, one at a time.
+    """Yield (name in the checkpoint, contiguous tensor) for all tensors of a layer, one at a time.
 
     Args:
-        state: the state dict of the layer with whole tensors, in which experts' weights may be quantised.
+        state: the layer's state dict. Tensors must not be sharded; experts' weights may be `QuantizedExperts`.
         target: the layout to write.
     """
     config: MoEConfig = module.config
@@ -128,7 +129,7 @@ def layer_tensors(module: Any, state: Mapping[str, Any], target: Layout, prefix:
                 tensor = tensor.unflatten(-1, (-1, 16)) if suffix == "_blocks" else tensor.view(dtype)
                 is_dotted = dotted and suffix == "_scale_inv"
                 yield name.removesuffix(".weight") + ".scale" if is_dotted else name + suffix, tensor
-        del weight  # free this weight before the next one is read
+        del weight  # free this weight before the next weight is read
 
 
 def _check_holds_all(module: Any, num_experts: int) -> None:

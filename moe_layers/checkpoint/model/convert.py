@@ -42,19 +42,19 @@ def convert(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Callable[[list[Output]], Iterable[Output]] = iter,
 ) -> None:
-    """Write the model in `source` to `target` with its experts in another layout. Plain values keep every bit.
+    """Write the model in `source` to `target`, with the experts in another layout.
 
-    Plain tensors that belong to no expert are copied unchanged. All quantised weights are dequantised. Weights that the
-    source holds for zero experts are left out, because zero experts use no weights. Memory holds at most one output
-    shard, plus one tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
+    Tensors that are not quantised keep every bit. All quantised weights are dequantised. Weights that the source holds
+    for zero experts are left out, because zero experts use no weights. Memory holds at most one output shard, plus one
+    tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
 
     Args:
         dtype: dtype of weights that were quantised; all others keep their dtype. Default: bfloat16.
-        progress: wraps the list of tensors to be written, as tqdm does.
+        progress: function that wraps the list of tensors to be written, such as tqdm. The default shows no progress.
 
     Raises:
         ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
-            damaged, incomplete or in an unknown layout; its tensors, its router and config.json disagree about the
+            damaged, incomplete or in an unknown layout; the tensors, the router and config.json disagree about the
             experts; the experts have several dtypes, or tensors that no layout has; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
@@ -77,7 +77,7 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
 
 
 def all_weights(files: CheckpointFiles, values: dict) -> Iterable[Stored]:
-    """Return all weights of a checkpoint, sorted by name. Raise ValueError if one cannot be read."""
+    """Return all weights of a checkpoint, sorted by name. Raise ValueError if a weight cannot be read."""
     weights = {name: (name, group) for name, group in sorted(group_names(files.file_of).items())}
     return describe_all(files, weights, float8_block(values, read_config(values, 0)), str(files.directory)).values()
 
@@ -101,7 +101,7 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
 
 
 def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
-    """Raise ValueError unless the tensors, the router and the configuration agree about the experts."""
+    """Raise ValueError unless tensors, router and configuration agree about the number and size of the experts."""
     prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
     if found.num_routed != sizes.num_experts:
         raise ValueError(
@@ -144,7 +144,8 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if experts have a plain weight that is not floating point, or a tensor outside the layout."""
+    """Raise ValueError if a plain weight of an expert is not floating point, or an expert's tensor is not in the
+    layout."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")
@@ -165,7 +166,7 @@ class ExpertReader:
     sizes: Sizes
 
     def output(self, name: str, key: Key, number: int | None, dequantized: torch.dtype) -> Output:
-        """Describe the tensor of `key` of one expert, or of all experts if `number` is None.
+        """Return the output for `key`: the tensor of expert `number`, or of all experts if `number` is None.
 
         Args:
             dequantized: dtype of the tensor if the source's weight is quantised.
@@ -202,7 +203,7 @@ def write_model(
     writer: ShardWriter,
     progress: Callable[[list[Output]], Iterable[Output]],
 ) -> None:
-    """Write a model: the outputs, its configuration, and the source's tokenizer and other small files."""
+    """Write the outputs and the configuration, and copy the source's other small files, such as the tokenizer."""
     for output in progress(outputs):
         writer.make_room(torch.Size(output.shape).numel() * output.dtype.itemsize)
         writer.add(output.name, output.make(files))

@@ -1,9 +1,10 @@
-"""Repairs checkpoints of transformers' Trainer from which the Trainer would resume without the experts.
+"""Repairs checkpoints of transformers' Trainer from which the Trainer would resume without reading the experts.
 
 transformers 5 saves the experts of most models under the names of the published files, one matrix per expert. When the
 Trainer resumes, it passes these tensors to `load_state_dict(..., strict=False)` of a model with one tensor for all
-experts. The names do not match, so the experts keep the values that they had before. `load_best_model_at_end` has the
-same fault. `repair` writes the weights under the names of the modules. `from_pretrained` reads these files as well.
+experts. The names do not match, so the experts keep the values from before this call. `load_best_model_at_end` has the
+same fault. `repair` writes the weights under the names that the model's modules use. `from_pretrained` reads these
+files as well.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ class RepairReport(NamedTuple):
 def repair(directory: str | os.PathLike[str]) -> RepairReport:
     """Rename the weights of a checkpoint to the names that the Trainer reads on `resume_from_checkpoint`.
 
-    transformers itself loads and writes the model, in host memory. The old files keep a backup name until the new ones
-    are complete and in place. After an interruption, the next call restores the old files and starts again. Other files
-    of the directory, such as the optimizer's state, do not change.
+    transformers itself loads and writes the model, in host memory. The old files are kept under backup names until all
+    new files are complete and in place. After an interruption, the next call restores the old files and starts again.
+    Other files of the directory, such as the optimizer's state, do not change.
 
     Raises:
-        ValueError: transformers is not installed or does not know the model, the model is quantised, tensors are
-            missing, left over or would change their dtype, or there are no safetensors. The weights are then unchanged.
+        ValueError: transformers is not installed or does not know the model; the model is quantised; tensors are
+            missing, left over or would change their dtype; or there are no safetensors. The weights are then unchanged.
     """
     directory = Path(directory)
     _undo_interrupted(directory)
@@ -139,7 +140,8 @@ def _write_new_files(
 def _check_written(
     directory: Path, held: dict[str, TensorInfo], written: dict[str, TensorInfo], known: set[str]
 ) -> None:
-    """Raise ValueError unless the new files have the modules' names and the old files' number of elements per dtype."""
+    """Raise ValueError if a new name belongs to no module, a tensor that keeps its name changes shape or dtype, or the
+    number of elements of a dtype changes."""
     if unknown := sorted(set(written) - known):
         raise ValueError(f"repair: transformers must write the names of its modules, got {first_three(unknown)}")
     before, after = _elements(held), _elements(written)

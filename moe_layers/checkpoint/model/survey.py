@@ -17,11 +17,11 @@ class BlockSurvey:
     """A block, and the layouts that its tensors may have.
 
     Attributes:
-        layouts: the layouts that fit; several if names, shapes and architecture together do not decide between them.
-        sizes: the sizes of the experts according to each of these layouts.
+        layouts: the layouts that fit. There are several if names, shapes and architecture do not decide between them.
+        sizes: the sizes of the experts according to each layout in `layouts`.
         bias: whether the experts have biases.
         experts: the experts' weights by name below the block, including weights of zero experts.
-        num_routed: number of the router's experts, without zero experts.
+        num_routed: number of experts that the router chooses from, without zero experts.
         config: the configuration of the model, for the block's layer.
         num_bytes: bytes on disk of all weights of the block.
         wrong: the reasons why no layout fits; empty if one fits.
@@ -77,7 +77,8 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the fitting layouts with their sizes. If none fits, also return the errors of the layout with fewest."""
+    """Return the fitting layouts with their sizes. If none fits, also return the errors of the layout with the fewest
+    errors."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
@@ -97,7 +98,7 @@ def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
 def _match(
     block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[Sizes | None, list[str]]:
-    """Return the experts' sizes if they have this layout, and errors for the tensors that do not fit the layout."""
+    """Return the sizes that this layout gives the experts (None if unknown), and errors for tensors that do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name_of(min(numbers, default=0))
@@ -123,7 +124,8 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return errors for missing, wrongly sized and left over tensors. Zero experts have no matrix "down"."""
+    """Return errors for missing, wrongly sized and left-over tensors. Only gate and up tensors may hold zero
+    experts."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):

@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA) of the experts: settings, parameters, and the functions behind the layer's methods.
+"""Low-rank adapters (LoRA) of the experts: settings, parameters, and the functions that the layer's methods call.
 
-Each expert adds the active adapters n of a projection to the projection's weight w, and computes with
+In each expert, a projection with weight w and active adapters n multiplies by
 
     w + sum over n of scale_n * b_n @ a_n          a_n [r, in], b_n [out, r]
 
-The experts' op adds the low-rank products to the products with w. No tensor of the weights' size is made.
-The state dict names the factors `experts.lora.<name>.up_a`, `up_b`, `down_a` and `down_b`.
+The experts' op adds the low-rank products to the products with w. No tensor of the weights' size is allocated. The
+state dict names the factors `experts.lora.<name>.up_a`, `up_b`, `down_a` and `down_b`.
 
 Source: https://arxiv.org/abs/2106.09685.
 """
@@ -36,8 +36,8 @@ class LoRA:
         rank: the rank r for each target and expert.
         alpha: the product of the factors is scaled by alpha / rank.
         targets: projections with an adapter: "up" (gate and up rows together), "down", or by default both.
-        dropout: probability with which an element of the adapter's input is zeroed in training. If not 0,
-            training computes the experts with several ops, which costs time and memory. Evaluation stays fused.
+        dropout: probability of zeroing an element of the adapter's input in training. Default: 0. Otherwise, training
+            computes the experts with several ops, which costs time and memory. Evaluation stays fused.
         rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
         shared_outer: all experts share the factors `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
 
@@ -75,7 +75,7 @@ class ExpertLoRA(nn.Module):
     `up_a` is [E, r, D], `up_b` [E, 2F or F, r], `down_a` [E, r, F] and `down_b` [E, D, r]; with `shared_outer` the
     first axis of `up_a` and `down_b` has length 1. The factors of a projection that is not a target are None.
 
-    `a` starts from nn.Linear's uniform distribution, and `b` from zero: a new adapter changes no output.
+    Factors a are initialised like an nn.Linear's weight, and factors b with zeros. A new adapter changes no output.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ def any_dropout(adapters: Sequence[ActiveAdapter]) -> bool:
 
 
 def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
-    """Return the sum of `adapters` as one adapter: concatenate factors along the rank, and multiply b by scale."""
+    """Return one adapter that equals the sum of `adapters`: concatenate the factors a and scale * b along the rank."""
     if len(adapters) < 2:
         return adapters[0] if adapters else None
     up, down = ([pair for part in adapters if (pair := scaled_factors(part, target))] for target in TARGETS)
@@ -162,7 +162,7 @@ def joined(adapters: Sequence[ExpertAdapters]) -> ExpertAdapters | None:
 
 
 def scaled_factors(adapter: ExpertAdapters, projection: str) -> tuple[Tensor, Tensor] | None:
-    """Return a and scale * b of a projection, or None if the adapter has no factors for it."""
+    """Return a and scale * b of a projection, or None if the adapter has no factors for the projection."""
     a, b = getattr(adapter, f"{projection}_a"), getattr(adapter, f"{projection}_b")
     return None if a is None else (a, b * adapter.scale)
 
@@ -181,14 +181,15 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     """Freeze the layer and add trainable low-rank adapters to its experts. The output stays bitwise equal.
 
     Router, experts, shared expert and latent projections are frozen, but not adapters that were added before. The new
-    adapter is active in addition to the active ones. Recomputation, autocast, `torch.compile`, activation checkpointing
-    and `saved_bytes` work as before. Expert parallelism shards adapters like their experts, whether it is applied
-    before or after. Call `add_lora` before `fully_shard`.
+    adapter and the adapters that were active before are active. Recomputation, autocast, `torch.compile`, activation
+    checkpointing and `saved_bytes` work as before. Expert parallelism, applied before or after, shards adapters like
+    their experts. Call `add_lora` before `fully_shard`.
 
     Args:
         name: key of the adapter, in the state dict `experts.lora.<name>`.
         dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
-            are often too small for 16 bits. The op rounds factors to the weights' dtype. None uses the weights' dtype.
+            are often too small for 16 bits. The op rounds factors to the weights' dtype. With None, factors have the
+            weights' dtype.
 
     Raises:
         ValueError: the name is taken or unusable, or `fully_shard` was applied.

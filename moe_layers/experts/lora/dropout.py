@@ -1,11 +1,11 @@
-"""Computes experts with dropout on the input of their adapters, in training.
+"""Computes experts in training if their adapters apply dropout to their input.
 
     H = X @ w_up^T + sum over adapters of scale * (drop(X) @ up_a^T) @ up_b^T
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T         A = activation(H)
 
-Each row, adapter and projection has its own mask. PEFT does the same for experts that consist of linear layers. The
-steps are separate ops, and autograd keeps their inputs: X, H, A and Y, and per adapter the masks and the masked X and
-A. X holds the token of each slot. Autograd also keeps quantised weights in dequantised form.
+X holds the token of each slot. Each row, adapter and projection has its own mask, as in PEFT with experts that consist
+of linear layers. Each step is a separate op whose inputs autograd keeps: X, H, A and Y, and per adapter the masks and
+the masked X and A. Autograd also keeps dequantised copies of quantised weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def compute_with_dropout(
     weight_on_input: bool,
     implementation: str | None,
 ) -> Tensor:  # [T, D]
-    """Compute `fused_experts` with dropout on the inputs of the adapters."""
+    """Compute the result of `fused_experts` with dropout on the adapters' inputs."""
     offsets, options = permutation.offsets, {"implementation": implementation}
     rows = permute(tokens, permutation, **options)  # [R, D]
     if weight_on_input:

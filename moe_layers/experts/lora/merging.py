@@ -45,19 +45,19 @@ def merge_lora(
     """Add adapters to the experts' weights, and remove the adapters.
 
     The sum of weight and adapters is computed in float32, expert by expert, and rounded once. The layer then takes the
-    time and memory of a layer without adapters, and `save_checkpoint` accepts it. Without `requantize`, all quantised
-    weights, also those without an adapter, become plain ones in the dtype that the layer computes in.
+    time and memory of a layer without adapters, and `save_checkpoint` accepts the layer. Without `requantize`, all
+    quantised weights become plain weights in the layer's compute dtype, even weights without an adapter.
 
     Args:
         names: names of the adapters to merge. Default: the active adapters.
         keep_base: keep the adapters, and a copy of the weights in the memory of the host, for `unmerge_lora`.
         requantize: store quantised weights in their format again. A change that is small relative to the steps of the
             format is lost in the rounding.
-        least_kept: with `requantize`, the smallest accepted share of the change, as in Returns; 0 accepts any loss.
+        least_kept: with `requantize`, the smallest accepted share of the change (see Returns); 0 accepts any loss.
 
     Returns:
-        with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2, and 0 if
-        rounding alters the weight more than the adapter does. Otherwise an empty dict.
+        with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2. The share is
+        0 if rounding changes the weight more than the adapter does. Without `requantize`, the dict is empty.
 
     Raises:
         NotImplementedError: the experts are quantised and sharded over ranks.
@@ -71,7 +71,7 @@ def merge_lora(
     merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
     is_quantized = isinstance(experts.w_up, QuantizedExperts)
-    becomes_plain = is_quantized and not requantize  # both weights become plain, because the op takes no mixture
+    becomes_plain = is_quantized and not requantize  # both weights become plain, because the op refuses a mixture
     changed = [each for each in TARGETS if becomes_plain or getattr(merged, f"{each}_a") is not None]
     quantized = changed if is_quantized else []
     new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}
@@ -118,7 +118,7 @@ def _check_format(experts: Any, requantize: bool) -> None:
 def _merged_quantized(
     experts: Any, projection: str, merged: ExpertAdapters, requantize: bool
 ) -> tuple[nn.Parameter | QuantizedExperts, float]:
-    """Return the merged weight, and with `requantize` the share of the change that survived."""
+    """Return the merged weight and the share of the change that survived (1.0 without `requantize`)."""
     base = getattr(experts, f"w_{projection}")
     assert isinstance(base, QuantizedExperts)
     if not requantize:
@@ -136,7 +136,7 @@ def _merged_quantized(
 
 
 def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
-    """Return the state before this merge and earlier merges, which `unmerge_lora` restores."""
+    """Return the state for `unmerge_lora`: the state before the first of consecutive merges with `keep_base`."""
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:
@@ -191,7 +191,7 @@ def _local_weight(experts: Any, projection: str) -> Tensor:
 
 
 def add_adapters(weight: Tensor, adapters: ExpertAdapters, projection: str) -> None:
-    """Add scale * b @ a to a weight in place. Sum in float32 or float64, one expert at a time, and round once."""
+    """Add scale * b @ a to a weight in place. Sum in float32 (or float64), one expert at a time, and round once."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     pair = getattr(adapters, f"{projection}_a"), getattr(adapters, f"{projection}_b")
     a, b = (factor.expand(len(weight), -1, -1).to(dtype) for factor in pair)

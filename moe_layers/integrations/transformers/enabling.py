@@ -9,9 +9,9 @@ this implementation, and also replaces the forwards of blocks without an experts
     ...
     disable(model)
 
-The model keeps its modules, parameters, names and routers; only the computation of the experts changes. PEFT's
-adapters of the experts' weights (`target_parameters` of its LoraConfig) are part of that computation, whether they are
-added before or after `enable`. Needs transformers 5.7 or later; reads adapters of peft 0.18 or later.
+The model keeps its modules, parameters, names and routers; only the computation of the experts changes. That
+computation includes PEFT's adapters of the experts' weights (`target_parameters` of LoraConfig), even if the adapters
+are added after `enable`. This package needs transformers 5.7 or later, and reads adapters of peft 0.18 or later.
 """
 
 from __future__ import annotations
@@ -97,15 +97,15 @@ class EnableReport:
 
 @dataclass(eq=False)
 class _State:
-    """The state that `disable` restores. Each enabled model has one instance."""
+    """The changes that `enable` made to a model, for `disable` to undo. Each enabled model has one instance."""
 
-    configs: list[tuple[Any, str | None]]  # configurations, with their previous experts implementations
+    configs: list[tuple[Any, str | None]]  # (configuration, its previous experts implementation)
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
     hooks: list[RemovableHandle]  # hooks on modules that hold experts
     models: list[nn.Module]  # transformers models, which may have `peft_config`
-    adapters: dict[str, Any] = field(default_factory=dict)  # PEFT's configurations that were checked, by adapter
+    adapters: dict[str, Any] = field(default_factory=dict)  # adapter -> PEFT's configuration, once checked
 
     def __post_init__(self) -> None:
         _STATES.add(self)
@@ -122,12 +122,13 @@ _STATES: WeakSet[_State] = WeakSet()  # one per enabled model
 def enable(model: nn.Module, *, implementation: str | None = None, precision: str | None = None) -> EnableReport:
     """Compute the experts of all MoE blocks of a model with `moe_kernels`.
 
-    The function checks everything before it changes anything. If it is interrupted, the model is not enabled. An
-    enabled model may be enabled again, with another implementation.
+    The function checks everything before it changes anything. If the function is interrupted, the model is not enabled.
+    An enabled model may be enabled again, with another implementation.
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
-    same configuration object then also computes its experts with `moe_kernels`. In a part of a model, such as a layer,
-    or in a second model with this configuration, `enable` only replaces the experts' forwards.
+    same configuration object then also computes its experts with `moe_kernels`. If `model` is only a part of a model,
+    such as a layer, or another enabled model has the same configuration, `enable` replaces the experts' forwards
+    instead.
 
     Args:
         model: any module that holds MoE blocks of transformers.
@@ -136,10 +137,10 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
             operands in the dtype of the model.
 
     Raises:
-        ValueError: the model has no MoE block, or an unsupported one, which the message names; a part of the model, or
-            a model around it, is enabled; `shard_experts` sharded it; or weights are quantised in a way that the
-            kernels cannot read. With "fp8": weights are quantised or partitioned by DeepSpeed's ZeRO-3, their sizes are
-            not multiples of 16, or experts have a norm.
+        ValueError: the model has no MoE block, or an unsupported MoE block, which the message names; a part of the
+            model, or a larger model around it, is already enabled; `shard_experts` sharded the model; or weights are
+            quantised in a way that the kernels cannot read. With "fp8": weights are quantised or partitioned by
+            DeepSpeed's ZeRO-3, weights have sizes that are not multiples of 16, or experts have a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
     check_choice("enable", "implementation", implementation, (*IMPLEMENTATIONS, None))
@@ -174,7 +175,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         for place in places:
             replace_forwards(place)
         for config in configs:
-            # Set the private attribute: the public setters also change the configurations of parts without experts.
+            # Set the private attribute, because the public setters also change configurations of parts without experts.
             config._experts_implementation_internal = NAME
         warn_of_missed_targets(state.models, state.experts, state.adapters)
     except BaseException:  # also Ctrl-C
@@ -193,7 +194,8 @@ def _check_new_targets(holder: nn.Module) -> None:
 def _check_targets(holder: nn.Module, *_: object) -> None:
     """Warn of adapters that were added after `enable` and whose target weights PEFT did not find.
 
-    This hook of the first block must not refer to the model: otherwise a copy of the block would copy the model.
+    This function is a hook of the first block. The hook must not refer to the model, because a copy of the block would
+    otherwise copy the model.
     """
     _check_new_targets(holder)
 
@@ -215,13 +217,13 @@ def _in_precision(part: Found, precision: str) -> Found:
 
 
 def _configs_of(found: list[Found]) -> list[Any]:
-    """Return the distinct configurations of the experts that models call through the experts interface."""
+    """Return the distinct configurations of those experts that are called through the experts interface."""
     through_interface = [part.experts for part in found if not part.forwards]
     return list({id(experts.config): experts.config for experts in through_interface}.values())
 
 
 def _check_free(found: list[Found]) -> None:
-    """Raise ValueError if a part of the model, or a model around it, is enabled."""
+    """Raise ValueError if a part of the model, or a larger model around it, is already enabled."""
     enabled = {experts for state in _STATES for experts in state.experts}
     if any(part.experts in enabled for part in found):
         raise ValueError("enable: no part of the model may be enabled, or enabled again, without the whole")
@@ -238,7 +240,7 @@ def _selectable(model: nn.Module) -> set[int]:
 def disable(model: nn.Module) -> None:
     """Undo `enable` and restore the model's previous state. Also end statistics, losses and counts of its routers.
 
-    Later changes by others remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
+    Later changes by other code remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
 
     Raises:
         ValueError: the model is not enabled, or `shard_experts` sharded its experts.
@@ -262,7 +264,7 @@ def _check_whole(op: str, state: _State) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        if config._experts_implementation_internal == NAME:  # else the user has chosen another implementation since
+        if config._experts_implementation_internal == NAME:  # keep an implementation that was chosen later
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)
@@ -273,13 +275,13 @@ def _restore(model: nn.Module, state: _State) -> None:
     for experts in state.experts:
         for attribute in (ATTRIBUTE, FORMS, TOLD):
             vars(experts).pop(attribute, None)
-    # Search for the holder, because wrappers of torch.compile or peft also expose the state of the inner model.
+    # Search for the module that holds the state, because wrappers of torch.compile or peft also expose the state.
     holder = next(module for module in model.modules() if vars(module).get(STATE) is state)
     delattr(holder, STATE)
 
 
 def _innermost(model: nn.Module) -> nn.Module:
-    """Return the model inside PEFT's wrappers. This model remains when adapters are unloaded."""
+    """Return the model inside PEFT's wrappers. The inner model remains when PEFT unloads adapters."""
     return next(module for module in model.modules() if not type(module).__module__.startswith("peft."))
 
 

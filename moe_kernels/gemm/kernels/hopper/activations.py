@@ -1,9 +1,9 @@
-"""Activations for epilogues with 16-bit results. An activation takes a few instructions per value. Except in `_gelu`,
-errors are far below the error of the final rounding.
+"""Fast activations for epilogues with 16-bit results. An activation takes a few instructions per value. Except in
+`_gelu`, errors are far below the error of rounding the result to 16 bits.
 
-A consumer has one step of the reduction to compute a piece of the activation. `activation/functions.py` is exact to the
-last places of float32 and takes longer. These functions use only the hardware's exp2 and reciprocal, with a relative
-error of at most 2**-22 each. NaN stays NaN.
+A consumer has one step of the reduction to compute a piece of the activation. The functions of
+`activation/functions.py` are exact to the last places of float32, but take longer. The activations below use only the
+hardware's exp2 and reciprocal, with a relative error of at most 2**-22 each. NaN stays NaN.
 """
 
 from triton.experimental import gluon
@@ -43,9 +43,9 @@ def _gelu_tanh(x):
 
 @gluon.jit
 def _gelu(x):
-    """Return x * P(z < x) for a standard normal z. The log of P(z < x) / P(z > x) is an odd function of x, here a
-    polynomial. The polynomial's error is 2.9e-4 up to |x| = 5.6 and grows beyond. This error is also the relative
-    error of the smaller probability."""
+    """Return x * P(z < x) for a standard normal z. An odd polynomial in x approximates the natural logarithm of
+    P(z < x) / P(z > x). The polynomial's error is at most 2.9e-4 for |x| <= 5.6 and grows beyond. The relative error
+    of the smaller probability is as large as the polynomial's error."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06
@@ -158,7 +158,7 @@ FORWARD = {name: functions.forward for name, functions in ACTIVATIONS.items()} |
     "gpt_oss": gpt_oss,
 }
 
-# Gradients of gated activations. A consumer computes them while the tensor cores multiply the next tile.
+# Gradients of gated activations. A consumer computes a tile's gradients while the tensor cores multiply the next tile.
 BACKWARD = {
     "swiglu": swiglu_backward,
     "geglu_tanh": geglu_tanh_backward,

@@ -20,8 +20,8 @@ def _layout(rank: int, bits: int, swizzle: int) -> gl.NVMMASharedLayout:
 
 
 def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16, swizzle: int = 128) -> dict[str, Any]:
-    """Return all fields of a descriptor except its tensor. `bits` is the size of the tensor's elements, `swizzle`
-    counts bytes."""
+    """Return all fields of a descriptor except its tensor. `bits` is the size of one element in bits, and `swizzle` is
+    the width of the swizzle in bytes."""
     return {
         "shape": shape,
         "strides": strides,
@@ -43,8 +43,8 @@ def plain_descriptor(tensor: Tensor, *block: int) -> TensorDescriptor:
 
 
 def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) -> TensorDescriptor:
-    """Describe a 16-bit tensor as [R, C], or with `split` 2 as [R, 2, C / 2], so that no block crosses the halves.
-    `ragged.py` explains the shape and the strides."""
+    """Return a descriptor of a 16-bit tensor [R, C] that clips accesses at a group's end. With `split` 2, the shape is
+    [R, 2, C / 2], so that no block holds columns of both halves. `ragged.py` explains the strides."""
     (rows, columns), stride, width = block, tensor.stride(0), tensor.shape[1] // split
     split_shape, split_stride, split_block = ([split], [width], [1]) if split > 1 else ([], [], [])
     shape = [0x7FFF0000, 0x7FFF0000, 2**30, *split_shape, width]
@@ -53,14 +53,15 @@ def ragged_descriptor(tensor: Tensor, block: tuple[int, int], split: int = 1) ->
 
 
 def rows_descriptor(a: Tensor, row_to_token: Tensor | None, block: tuple[int, int]) -> tuple[Any, ...]:
-    """Return a kernel's five arguments for A: a descriptor or, with `row_to_token`, the four operands of a gather."""
+    """Return a kernel's five arguments for A: a descriptor, then four operands of a gather. With `row_to_token`, the
+    descriptor is None. Without `row_to_token`, the four operands are None."""
     if row_to_token is None:
         return plain_descriptor(a, *block), None, None, None, None
     return None, a, a.stride(0), row_to_token, a.shape[1]
 
 
 def matrices_descriptor(b: Tensor, by_columns: bool, block_n: int, block_k: int) -> TensorDescriptor:
-    """Describe matrices [G, K, N] that are contiguous along K if `by_columns`, else along N."""
+    """Return a descriptor of matrices [G, K, N], which are contiguous along K if `by_columns`, else along N."""
     (num_groups, depth, num_columns), (stride_g, stride_k, stride_n) = b.shape, b.stride()
     fields = [num_groups, depth, num_columns], [stride_g, stride_k, 1], [1, block_k, block_n]
     if by_columns:

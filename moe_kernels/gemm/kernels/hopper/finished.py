@@ -1,12 +1,12 @@
-"""Writes a finished tile of the grouped GEMM, one part at a time, with its bias and its activation.
+"""Writes a finished tile of the grouped GEMM, one part at a time, and applies the tile's bias and activation.
 
-The tile stays in registers as a left and a right half in the dtype of the result. The activation is computed from the
-bias and these rounded values, because backward reads the same values. Without an activation, the bias is added before
-the values are rounded.
+The tile stays in registers as a left and a right half, rounded to the dtype of the result. The activation is computed
+from these rounded values plus the bias, because the backward pass reads the same rounded values. Without an activation,
+the bias is added before the values are rounded.
 
-An activation is computed in several pieces, each during one reduction step, so that the tensor cores do not wait for
-it. The halves stay packed, two columns in a 32-bit value. Otherwise the compiler unpacks the halves, or computes the
-activation, before the next tile's first step, and runs out of registers.
+An activation is computed in several pieces, each during one reduction step of the next tile. The tensor cores therefore
+do not wait for the activation. The halves stay packed, with two columns in each 32-bit value. Otherwise the compiler
+would unpack the halves, or compute the activation, before the next tile's first step, and run out of registers.
 """
 
 from triton.experimental import gluon
@@ -18,10 +18,10 @@ from .ring import ROW_BOUND, halves, joined, packed, pinned, send, stage, unpack
 
 @aggregate
 class Finished:
-    """Position of the tile that is still to be written."""
+    """Position of the finished tile that is still to be written."""
 
     group: gl.tensor
-    row: gl.tensor  # row coordinate of a ragged descriptor: ROW_BOUND is the group's end
+    row: gl.tensor  # row coordinate in a ragged descriptor, where ROW_BOUND is the end of the group
     end: gl.tensor
     column: gl.tensor  # index of the column tile
 
@@ -35,13 +35,13 @@ class Finished:
 
 @gluon.constexpr_function
 def num_parts(pieces):
-    """Return the number of parts that write a tile: two halves of the product, then the activation's pieces."""
+    """Return the number of parts in which a tile is written: the product's two halves, then the activation's pieces."""
     return 2 + pieces
 
 
 @gluon.jit
 def waiting(rounded, PIECES: gl.constexpr):
-    """Return the halves of a rounded tile as registers keep them: packed if an activation follows (PIECES > 0)."""
+    """Return the two halves of a rounded tile. If an activation follows (PIECES > 0), the halves are packed."""
     if PIECES:
         left, right = halves(rounded)
         return packed(left), packed(right)
@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, functions take None instead."""
+    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, functions take None."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -66,7 +66,7 @@ class Bias:
 
 @gluon.constexpr_function
 def _columns_of_threads(columns):
-    """Return wgmma's layout of columns. A thread holds pairs of neighbouring columns, so that one load reads a pair."""
+    """Return wgmma's layout of columns. A thread holds pairs of neighbouring columns, and one load reads a pair."""
     registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
     return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
 
@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Without `pinned`, the compiler unpacks the 16-bit bias right after the load, and so waits for the load there.
+        # Without `pinned`, the 16-bit bias would be unpacked right after its load, which makes the code wait there.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 
@@ -98,7 +98,7 @@ def _activated_pairs(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Return the packed activation. Compute 16 pairs of columns at a time, or 8 with a bias, to save registers."""
+    """Return the activation, packed like `pairs`. To save registers, compute 16 pairs at a time, or 8 with a bias."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -111,7 +111,7 @@ def _activated_pairs(
         gate = unpacked(pairs, DTYPE).to(gl.float32)
         up = unpacked(up_pairs, DTYPE).to(gl.float32) if GATED else gate
         if bias is not None:
-            # Rounding down to multiples of 8 tells the compiler that rows are aligned.
+            # Rounding down to multiples of 8 does not change `width`, but tells the compiler that rows are aligned.
             width = bias.num_columns // 16 * 8 if GATED else bias.num_columns // 8 * 8
             gate = plus_bias(gate, load_bias(bias, group, first, width, gate))
             up = plus_bias(up, load_bias(bias, group, width + first, 2 * width, up)) if GATED else gate
@@ -120,7 +120,7 @@ def _activated_pairs(
 
 @gluon.jit
 def piece_of(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Return the columns of one of PIECES equal pieces."""
+    """Return the columns of piece PIECE, one of PIECES equal pieces of `value`."""
     if PIECES == 1:
         return value
     else:
@@ -145,8 +145,8 @@ def _write_activated(
     FORWARD: gl.constexpr,
     GATED: gl.constexpr,
 ):
-    """Write one piece of the activation to the staging buffer. The write makes the compiler compute the piece here.
-    After the last piece, copy the whole buffer to global memory."""
+    """Write one piece of the activation to the staging buffer. Because of the write, the compiler computes the piece
+    at this point of the code. After the last piece, copy the whole buffer to global memory."""
     gate = piece_of(pairs, PIECE, PIECES)
     up = piece_of(up_pairs, PIECE, PIECES)
     column = first + PIECE * (2 * gate.shape[1])
@@ -170,8 +170,8 @@ def write_part(
     GATED: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Write one part of a finished tile: 0 is the left half, 1 the right half, and later parts are pieces of the
-    activation. Pieces of a plain activation cover the left half first, then the right half."""
+    """Write one part of a finished tile. Part 0 is the left half of the product, and part 1 is the right half. Later
+    parts are pieces of the activation. Pieces of a plain activation cover the left half first, then the right half."""
     if PART < 2:
         _write_half(PART, left if PART == 0 else right, at, out_desc, buffer, GATED, PIECES)
     elif GATED:
@@ -188,7 +188,7 @@ def write_part(
 
 @gluon.jit
 def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.constexpr):
-    """Write the left (0) or right (1) half. SPLIT: the descriptor has an axis for the halves."""
+    """Write the left (0) or right (1) half of the product. With SPLIT, the descriptor has an axis for the halves."""
     if PIECES:
         value = unpacked(value, desc.dtype)
     HALF_N: gl.constexpr = value.shape[1]
@@ -215,7 +215,7 @@ def write_last(
 ):
     """Write all parts of the last tile."""
     if PIECES and not GATED:
-        # If the compiler unrolled this loop, it would compute both halves at once and run out of registers.
+        # If the compiler unrolled this loop, the code would compute both halves at once and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)
             first = (2 * at.column + half) * (2 * left.shape[1])
@@ -230,5 +230,5 @@ def write_last(
 
 @gluon.jit
 def unchanged(gate, up):
-    """Return the gate unchanged. Tiles past the last group use this function as activation: zeros stay zeros."""
+    """Return the gate unchanged. Tiles past the last group use this activation, so that zeros stay zeros."""
     return gate

@@ -18,8 +18,8 @@ if OBSTACLE is None:
     from .gated_gradient_device import activation_gradient_kernel
 
 _ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # keys of `BACKWARD` in `hopper/activations.py`
-_PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step
-_SPACING = 3  # reduction steps from one piece to the next
+_PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step of the next tile
+_SPACING = 3  # number of reduction steps from one piece to the next
 _LEAST_STEPS = _PIECES * _SPACING
 
 
@@ -79,7 +79,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster.
+    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster than these.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)

@@ -1,11 +1,13 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
-The product dA' = A @ B[g] is the activation's gradient, not yet weighted. A finished tile's dA' stays in registers,
-rounded to the dtype of the results, as a separate kernel would read it. Among the next tile's first steps, every
-SPACING-th step also computes a piece of the finished tile's gradient. The steps in between give the tensor cores work
-during this computation. A consumer has two buffers for pieces of H, the preactivation. The consumer overwrites each
-piece with the gradient dH and stores dH. The last step before piece p starts to load piece p + 1. The first two pieces
-of a tile are loaded before the tile is finished.
+The product dA' = A @ B[g] is the gradient of the activation before multiplication by the row weights. A finished tile's
+dA' stays in registers, rounded to the dtype of the results like the values that a separate kernel would read. Among the
+next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient. The steps in
+between keep the tensor cores busy during this computation.
+
+Each consumer has two buffers for pieces of H, the preactivation. The consumer overwrites a piece of H with the same
+piece of its gradient dH, and stores dH from the buffer. The step before the computation of piece p starts to load piece
+p + 1. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -26,7 +28,7 @@ class Staged:
     gate: gl.shared_memory_descriptor  # gate columns of H, later of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], like `up`
     up: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
-    arrived: gl.shared_memory_descriptor  # barriers: H has arrived
+    arrived: gl.shared_memory_descriptor  # barriers: a piece of H has arrived
 
     @gluon.constexpr_function
     def __init__(self, gate, up, weighted, arrived):
@@ -74,7 +76,7 @@ def _differentiate(
     """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus
     dA' * activation, summed over the columns of the piece.
 
-    For rows past the group's end H is zero and the product is arbitrary. These rows are not written.
+    For rows past the end of the group, H is zero and dA' is arbitrary. The results of these rows are not written.
     """
     dtype: gl.constexpr = weighted_desc.dtype
     grad = unpacked(piece_of(kept, PIECE, PIECES), dtype).to(gl.float32)
@@ -85,7 +87,7 @@ def _differentiate(
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
     # The phase is PIECE // 2, because each buffer serves two pieces of a tile. The wait also keeps the compiler from
-    # moving the following code between the products, which would then wait for that code.
+    # moving the code below between the multiplications, which would then wait for this code.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
@@ -130,8 +132,8 @@ def _consume(
     by_row: gl.constexpr = gl.SliceLayout(1, accumulator(BLOCK_N // PIECES))
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
-    kept = packed(total.to(dtype))  # product of the finished tile; the variables `last_...` describe the tile
-    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
+    kept = packed(total.to(dtype))  # dA' of the finished tile; `last_...` are the tile's position and weights
+    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
     last_column = gl.to_tensor(0)
@@ -187,12 +189,12 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
 def activation_gradient_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
+    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, F, K] or [G, K, F]
-    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of a half
+    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of one half
     dh_desc,  # like h_desc
     weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N / PIECES]
     weights_ptr,  # [R]

@@ -31,15 +31,15 @@ if OBSTACLE is None:
     from .grouped_device import grouped_gemm_kernel
 
 
-_MOST_WALKED = 32  # maximum number of groups without a tile table, one per lane: see `hopper/tiles.py`
+_MOST_WALKED = 32  # maximum number of groups for which a warp finds tiles without a tile table: one group per lane
 _PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
 
 
 def _pieces(epilogue: str | None) -> int:
     """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
 
-    A step lasts as long as four wgmma instructions of each warpgroup. A thread then has time for about 16 values, or
-    64 without an exponential. A gated activation has half as many values as a plain activation.
+    A step lasts as long as four wgmma instructions of each warpgroup. A thread has time for about 16 values per step,
+    or for 64 values without an exponential. A gated activation has half as many values as a plain activation.
     """
     if epilogue is None:
         return 0
@@ -50,14 +50,15 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return the height of a band in row tiles, `least` to 2 * `least`, if the last column tile takes half the time.
+    """Return the best height of a band, `least` to 2 * `least` row tiles, if the last column tile takes half the time.
 
-    A band is computed column by column, so its last column tiles follow one another. Every num_programs-th tile goes to
-    the same program. With most heights some programs get many last column tiles and others none. Programs with many run
-    ahead, and the L2 cache drops data before other programs read it.
+    A band is a set of adjacent row tiles, computed column by column. A band's last column tiles follow one another.
+    Every num_programs-th tile goes to the same program. With most heights, some programs get many last column tiles and
+    other programs get none. Programs with many last column tiles run ahead. The L2 cache then drops data before the
+    slower programs read the data.
 
-    Let `step` be the gcd of the tiles in a band and num_programs. Bands begin equally often at every program whose
-    number is a multiple of `step`. If `step` divides the height, every program gets equally many last column tiles.
+    Let `step` be the gcd of num_programs and the number of tiles in a band. Bands begin equally often at every program
+    whose number is a multiple of `step`. If `step` divides the height, all programs get equally many last column tiles.
     """
 
     def unevenness(height: int) -> float:
@@ -76,7 +77,8 @@ def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
 
 
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
-    """`out[start:end] = epilogue(A[start:end] @ B[g] + bias[g])`; `preactivation` is A @ B[g]. A may be gathered."""
+    """Computes `out[start:end] = epilogue(A[start:end] @ B[g] + bias[g])` with contiguous or gathered rows of A. With
+    an epilogue, `preactivation` gets A @ B[g]."""
 
     obstacle = OBSTACLE
 
@@ -93,7 +95,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             gated = is_gated(self.metadata.epilogue)
             if args.bias.shape[-1] % (16 if gated else 8):
                 return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
-            # Registers do not suffice for a float32 bias together with a gated activation.
+            # A thread has too few registers for a float32 bias together with a gated activation.
             return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
         return status
 
@@ -132,7 +134,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 num_column_tiles,
-                # A tile's first steps each write one part of the previous tile. A tile needs a step for every part.
+                # A tile's first steps each write one part of the previous tile, so a tile needs a step for every part.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             {
@@ -175,15 +177,15 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         return args if self._walks(args) else super().with_metadata(args, memory)
 
     def _walks(self, args: GroupedGemmArguments) -> bool:
-        """Return whether the kernel finds tiles from the offsets. For few groups this is faster than launching a kernel
-        that makes a table."""
+        """Return whether the kernel finds tiles from the offsets, without a table. For few groups, finding tiles is
+        faster than launching a kernel that makes a table."""
         if args.tile_table is not None or self.metadata.epilogue is not None or self.metadata.design.gather:
             return False
         return args.offsets is not None and len(args.offsets) <= _MOST_WALKED and args.offsets.is_contiguous()
 
 
 def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
-    """Return the options that the warp-specialised kernels share. `axes` is that of `Design.blocks`."""
+    """Return the options that all warp-specialised kernels take. "MNK" as `axes` adds BLOCK_M, BLOCK_N and BLOCK_K."""
     return {
         **design.blocks(axes),
         "NUM_BUFFERS": design.num_stages,
@@ -197,7 +199,7 @@ def _forward(dtype: torch.dtype, design: WarpSpecializedDesign, b_layout: str, e
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)
     name = kernel_name("grouped_gemm", "ws", dtype, design, f"b_{b_layout}", epilogue)
-    # A gather together with an activation leaves no registers for a bias.
+    # A gather together with an activation leaves too few registers for a bias.
     optional = EXTRA if design.gather and epilogue is not None else ("bias", *EXTRA)
     cls = WarpSpecializedGroupedGemm
     return cls(KernelMetadata(name, cls, 90, operands, design, epilogue, max_cc=90, optional_operands=optional))

@@ -9,7 +9,7 @@ from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
 from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
-LONG_REDUCTION = gl.constexpr(16)  # from this number of steps on, warpgroups without rows multiply, too: see `_consume`
+LONG_REDUCTION = gl.constexpr(16)  # least number of steps for which warpgroups without rows multiply: see `_consume`
 
 
 @gluon.jit
@@ -36,9 +36,9 @@ def _reduce_tile(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Return (sum over a tile's steps, number of the next step, then group, first row, end row and column tile of this
-    program's next tile). The sum includes the bias unless an activation follows. The first steps also write the
-    previous tile."""
+    """Return the sum over a tile's steps, the number of the next step, and the position of this program's next tile.
+    The position consists of the group, first row, end row and column tile. The sum includes the bias unless an
+    activation follows. The first steps also write the previous tile."""
     PARTS: gl.constexpr = num_parts(PIECES)
     for part in gl.static_range(PARTS):
         total = multiply(ring, step, total, part > 0, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -47,15 +47,15 @@ def _reduce_tile(
         release_previous(ring, step, pred=part > 0)
         step += 1
     if bias is not None and PIECES == 0:
-        # The bias is loaded during the remaining multiplications, into the registers freed by the finished tile.
-        # Rounding down to multiples of 8 tells the compiler that rows are aligned.
+        # The bias is loaded during the remaining multiplications, into the registers that held the previous tile.
+        # Rounding `num_columns` down to a multiple of 8 tells the compiler that rows are aligned.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, tiles.num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
         release_previous(ring, step)
         step += 1
-    # The next tile's position is found while the last multiplications run, so that the next tile does not wait for it.
+    # The next tile's position is found during the last multiplications, which hides the time for finding the position.
     next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
@@ -93,11 +93,11 @@ def _consume(
     half_layout: gl.constexpr = left.type.layout
     if PIECES:
         left, right = packed(left), packed(right)
-    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
+    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
-    # In a long reduction, a warpgroup without rows multiplies, too. If it skipped the tile, its program would run ahead
-    # of programs that share its data. The L2 cache would drop data before those programs read it, which costs more than
-    # skipping saves.
+    # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, its
+    # program would run ahead of programs that read the same data. The L2 cache would drop the data before the slower
+    # programs read the data. Reading the data from memory again costs more than skipping saves.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
@@ -126,7 +126,7 @@ def _consume(
                 left, right = waiting(total.to(out_desc.dtype), PIECES)
             at = Finished(group, 0x40000000 - (tile_end - tile_row) + WARPGROUP * HALF_M, tile_end, tile_column)
         else:
-            # The tile has no rows for this warpgroup, so the other warpgroup gets all of the tensor cores.
+            # The tile has no rows for this warpgroup. The other warpgroup gets the full rate of the tensor cores.
             for _ in range(tiles.num_steps):
                 slot = wait_step(ring, step)
                 mbarrier.arrive(ring.empty.index(slot), count=1)
@@ -153,12 +153,12 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
+    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    extra_a_desc,  # [R, r]; extra_a @ extra_b[g] is added to A @ B[g]; None without EXTRA_STEPS, like the next four
+    extra_a_desc,  # [R, r]; extra_a @ extra_b[g] is added to A @ B[g]; None without EXTRA_STEPS, as are the next four
     extra_a_ptr,  # [R, r]; replaces extra_a_desc if the rows of A are gathered
     extra_a_stride,
     extra_depth,  # r
@@ -167,8 +167,8 @@ def grouped_gemm_kernel(
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else None
-    bounds_ptr,  # [G + 2]; offsets [G] without a table
-    tiles_ptr,  # [capacity, 2]; without a table None, like the next one
+    bounds_ptr,  # bounds [G + 2] of the tile table; without a table, offsets [G]
+    tiles_ptr,  # [capacity, 2]; None without a table, like num_tiles_ptr
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_columns,  # N
@@ -176,7 +176,7 @@ def grouped_gemm_kernel(
     num_steps,  # steps of the reduction, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G; None if a table is given
     ZERO_TAIL: gl.constexpr,  # whether to write zeros to the rows past the last group
-    EXTRA_STEPS: gl.constexpr,  # number of steps at the end that read the second pair of operands
+    EXTRA_STEPS: gl.constexpr,  # number of last steps, which read extra_a and extra_b
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
@@ -207,7 +207,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # its blocks have no gate/up axis
+    staged = out_desc if activated_desc is None else activated_desc  # the descriptor whose blocks have no gate/up axis
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

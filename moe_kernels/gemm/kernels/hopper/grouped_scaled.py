@@ -72,7 +72,7 @@ def _kernel(design: WarpSpecializedDesign) -> WarpSpecializedBlockScaledGemm:
     return cls(KernelMetadata(name, cls, 90, operands, design, max_cc=90))
 
 
-# Tiles of 256 columns read fewer bytes per product. Each of their two blocks of 128 columns has its own scale of B.
+# Tiles of 256 columns read fewer bytes per product than tiles of 128. Each half of 128 columns has its own scale of B.
 _TILES = (((128, 256, 128), 4), ((128, 128, 128), 6))
 
 WARP_SPECIALIZED_SCALED_KERNELS = tuple(

@@ -1,11 +1,11 @@
 """Warp-specialised, persistent grouped GEMM of e4m3 operands with block scales: rows contiguous or gathered.
 
-Each consumer owns 64 rows of a tile and multiplies them with 128 columns at a time. After 128 products per element the
-tensor cores' sum is scaled and added to a float32 total. The consumers take turns: while one adds, the tensor cores
-work for the other. A tile of 256 columns has two halves, and each half has one scale of B per step, a scalar.
+Each of the two consumers multiplies 64 rows of a tile by 128 columns at a time. After 128 products per element, the
+tensor cores' sum is scaled and added to a float32 total. While one consumer adds, the tensor cores multiply for the
+other consumer. A tile of 256 columns has two halves. Each half has one scale of B per step, a scalar.
 
-Scales are loaded at the start of the step that reads them, and arrive while the tensor cores work. Like the producer,
-consumers load a tile's position one tile ahead, because the tile's scales are needed before its first sum.
+Each step loads its scales at its start, so that the scales arrive while the tensor cores multiply. Consumers load a
+tile's position one tile ahead, because a tile's first step needs the position to load the scales.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -30,7 +30,7 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # columns that share a scale; their products are summed, then scaled and added to the total
+_STEP = gl.constexpr(128)  # columns that share a scale; the sum of their products is scaled and added to the total
 _ROWS = gl.constexpr(64)  # rows of a tile that one consumer computes
 
 
@@ -39,7 +39,7 @@ class Scales:
     """Scales of both operands."""
 
     a: gl.tensor  # pointer to [K / 128, rows of A]
-    a_stride: gl.tensor  # from one step to the next
+    a_stride: gl.tensor  # elements from the scales of one step to the scales of the next step
     b: gl.tensor  # pointer to [G, N / 128, K / 128]
     num_steps: gl.tensor  # K / 128, rounded up
     num_column_blocks: gl.tensor  # N / 128, rounded up
@@ -55,7 +55,8 @@ class Scales:
 
 @gluon.jit
 def _rows_of_a(row_to_token_ptr, row, end, r):
-    """Return a tile's row indices in A. Rows past the group repeat its last row; their results are not written."""
+    """Return the indices in A of a tile's rows. Rows past the end of the group repeat the group's last row, and their
+    results are not written."""
     rows = gl.minimum(row + r, max(end - 1, 0))
     if row_to_token_ptr is None:
         return rows
@@ -68,7 +69,7 @@ def _produce(
     tiles,
     ring,
     a_desc,  # None if the rows of A are gathered
-    a_ptr,  # None unless the rows of A are gathered, like the next three
+    a_ptr,  # this and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,
     depth,
@@ -81,7 +82,7 @@ def _produce(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     if a_desc is None:
-        # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 16.
+        # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
         depth = depth // 16 * 16
         a_stride = a_stride.to(gl.int64) // 16 * 16
         token = _rows_of_a(row_to_token_ptr, row, end, r)
@@ -109,7 +110,7 @@ def _produce(
 
 @gluon.jit
 def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start to multiply this warpgroup's rows by 128 columns over 128 values of K. The old `partial` is not read."""
+    """Start to multiply this warpgroup's rows by 128 columns over 128 values of K. The product replaces `partial`."""
     a = ring.a.index(slot).slice(WARPGROUP * _ROWS, _ROWS, 0)
     b = ring.b.index(slot).reshape([BLOCK_N, _STEP]).slice(HALF * _STEP, _STEP, 0).permute((1, 0))
     return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
@@ -117,7 +118,7 @@ def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, 
 
 @gluon.jit
 def _b_scales_at(scales, group, block):
-    """Return the position of the first scale of a block of columns. Blocks past the last one get the last block's
+    """Return the position of the first scale of a block of columns. Blocks past the last block get the last block's
     position."""
     block = min(block, scales.num_column_blocks - 1)
     return (group * scales.num_column_blocks + block) * scales.num_steps
@@ -142,7 +143,7 @@ def _consume(
     partial = gl.zeros((_ROWS, _STEP), gl.float32, layout)  # [64, 128]
     left = pinned(partial.to(out_desc.dtype))
     right = left
-    # No tile is finished yet. This row is the bound at which the hardware clips, so the first writes do nothing.
+    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
     at_end = gl.to_tensor(0)
     at_row = gl.to_tensor(0x40000000)
     at_column = gl.to_tensor(0)
@@ -209,7 +210,7 @@ def _consume(
         write(right, out_desc, [ROW_BOUND, at_end, at_row, at_column + _STEP], buffer)
     if ZERO_TAIL:
         zeros = gl.zeros((_ROWS, _STEP), out_desc.dtype, layout)
-        # The number of tiles is loaded again, because no register could keep it through the loop above.
+        # The number of tiles is loaded again, because no register was free to keep the number during the loop above.
         num_all_tiles = gl.load(num_tiles_ptr + 1) * tiles.num_column_tiles
         first_tile = gl.load(num_tiles_ptr) * tiles.num_column_tiles + gl.program_id(0)
         for tile in range(first_tile, num_all_tiles, gl.num_programs(0)):
@@ -224,7 +225,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["scale_a_stride", "num_rows", "num_column_blocks", "num_column_tiles", "num_steps"])
 def block_scaled_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, 128]; None if the rows are gathered
-    a_ptr,  # [T, K]; None unless the rows of A are gathered, like the next three
+    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

@@ -35,7 +35,7 @@ def _produce_contiguous(
 ):
     tiles = with_walk(tiles)
     step = 0
-    # A tile's position is loaded one tile ahead, so that no copy waits for that load.
+    # A tile's position is loaded one tile ahead, so that no copy waits for the position.
     group, row, _, column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
@@ -73,12 +73,12 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
+    # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
-    # Rows past the group repeat its last row; their results are not written.
+    # Rows past the end of the group repeat the group's last row, and their results are not written.
     token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
@@ -97,7 +97,7 @@ def _produce_gathered(
             load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
             k = extra * BLOCK_K + c
             extra_stride = extra_a_stride // 8 * 8
-            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # [R, r]: `row_to_token` does not apply
+            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # extra_a [R, r] is not gathered
             within = gl.minimum(r, max(end - 1 - row, 0)) * extra_stride
             extra_pointers = first + (within[:, None] + k[None, :])
             gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))
@@ -152,7 +152,7 @@ def multiply(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Start a[rows of this warpgroup] @ b[:, :columns of total] for a step, plus `total` if `use_total`."""
+    """Start a step's product a[rows of this warpgroup] @ b[:, :columns of total]. If `use_total`, add `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)
     if B_COLUMN:
@@ -164,5 +164,5 @@ def multiply(
 
 @gluon.constexpr_function
 def accumulator(columns):
-    """Return the layout of a consumer's sums, which has 64 rows."""
+    """Return the layout of a consumer's sums [64, columns]."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])

@@ -1,12 +1,12 @@
 """Building blocks of the warp-specialised Hopper kernels, for Gluon in Triton 3.6 to 3.9.
 
-One warpgroup is the producer: it copies both operands to shared memory, with several steps in flight. Two
-warpgroups are consumers: each consumer computes half of the rows of a tile with wgmma. A consumer writes a
-finished tile to global memory while the tensor cores already work on the next tile. The finished tile stays in
-registers, as two rounded halves, and each of the next tile's first steps writes one part of the finished tile.
+One warpgroup is the producer. The producer copies both operands to shared memory, several steps ahead. Two warpgroups
+are consumers. Each consumer computes half of the rows of a tile with wgmma. A consumer writes a finished tile to global
+memory while the tensor cores already work on the next tile. The finished tile stays in registers as two rounded halves.
+Each of the next tile's first steps writes one part of the finished tile.
 
 In a ragged descriptor, the row coordinate reaches its bound at the end of a group. The hardware therefore clips reads
-and writes there: see `ragged.py`. Gathered rows are copied asynchronously, 16 bytes at a time.
+and writes at the end of the group (`ragged.py`). Gathered rows are copied asynchronously, 16 bytes at a time.
 """
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
@@ -23,7 +23,7 @@ PRODUCER_THREADS = gl.constexpr(128)
 
 @aggregate
 class Ring:
-    """The buffers between the producer and the consumers. Steps use the slots in turn."""
+    """Shared-memory buffers between the producer and the consumers. Reduction steps use the slots in turn."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
-    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread signals `full`."""
+    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread also signals `full`."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -85,7 +85,7 @@ def load_step(ring, step, a_desc, a_at, b_desc, b_at):
 
 @gluon.jit
 def load_block(ready, desc, at, buffer):
-    """Producer: start the copy of the operand that is not gathered."""
+    """Producer: start to copy a block of the operand that is not gathered."""
     mbarrier.expect(ready, desc.block_type.nbytes)
     tma_load(desc, at, ready, buffer)
 
@@ -101,22 +101,22 @@ def gather_block(ready, pointers, mask, buffer):
 def moved(pointers, num_columns):
     """Return the pointers [rows, columns] of a gather, moved to the right by `num_columns`.
 
-    The compiler would move the pointers by multiply-adds, one right before each copy. A forward then takes 1 to 6 %
-    longer on an H100, presumably because multiply-adds wait for the unit that starts the tensor cores' multiplications.
-    Additions in assembly stay additions.
+    Without assembly, the compiler would move each pointer by a multiply-add right before the copy. A forward pass would
+    then take 1 to 6 % longer on an H100. Presumably multiply-adds wait for the unit that starts the tensor cores'
+    multiplications. Additions in assembly stay additions.
     """
     BITS: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
     num_bytes = num_columns.to(gl.int64) * (BITS // 8)
     at = gl.inline_asm_elementwise(
         "add.s64 $0, $1, $2;", "=l,l,l", [pointers, num_bytes], dtype=pointers.dtype, is_pure=True, pack=1
     )
-    # Assembly hides the alignment from the compiler, which needs it to copy 16 bytes at a time.
+    # Assembly hides the alignment. The compiler must know the alignment to copy 16 bytes at a time.
     return gl.max_contiguous(gl.multiple_of(at, [16, 16]), [1, 128 // BITS])
 
 
 @gluon.constexpr_function
 def gather_layout(columns, bits=16):
-    """Return the layout in which one warp instruction copies whole rows of `columns` elements, 16 bytes a thread."""
+    """Return the layout in which one warp instruction copies whole rows of `columns` elements, 16 bytes per thread."""
     each = 128 // bits
     threads = columns // each
     return gl.BlockedLayout([1, each], [32 // threads, threads], [4, 1], [1, 0])
@@ -124,7 +124,7 @@ def gather_layout(columns, bits=16):
 
 @gluon.jit
 def wait_step(ring, step):
-    """Consumer: wait for the operands of a step, and return its slot."""
+    """Consumer: wait for the operands of a step, and return the slot of the step."""
     slot = step % ring.slots
     mbarrier.wait(ring.full.index(slot), step // ring.slots & 1)
     return slot
@@ -132,14 +132,14 @@ def wait_step(ring, step):
 
 @gluon.jit
 def release_previous(ring, step, pred=True):
-    """Consumer: release the slot of the previous step."""
+    """Consumer: release the slot of the step before `step`."""
     mbarrier.arrive(ring.empty.index((step + ring.slots - 1) % ring.slots), count=1, pred=pred)
 
 
 @gluon.jit
 def pinned(value):
-    """Return a 16-bit value unchanged, but keep the compiler from moving the rounding that made the value. With the
-    rounding in the next tile's wgmma region, the code would wait after every single wgmma."""
+    """Return a 16-bit value unchanged. The assembly keeps the compiler from moving the rounding that made the value. If
+    the rounding were among the next tile's wgmma instructions, the code would wait after every wgmma."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=2)
 
 
@@ -157,7 +157,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. The compiler does not move the packing: see `pinned`."""
+    """Pack neighbouring 16-bit columns into 32-bit values. As in `pinned`, the compiler cannot move the assembly."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -166,7 +166,7 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Return the columns that `packed` packed. The compiler does not move the unpacking either."""
+    """Return the 16-bit columns of values that `packed` made. The compiler cannot move the unpacking."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
@@ -182,7 +182,8 @@ def write(value, desc, at, buffer):
 
 @gluon.jit
 def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Write column piece PIECE of PIECES to the staging buffer. Piece 0 must be first: it waits for the last `send`."""
+    """Write piece PIECE of PIECES column pieces to the staging buffer. Piece 0 must be written first, because the write
+    of piece 0 waits until the last `send` has read the buffer."""
     if PIECE == 0:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = value.shape[1]

@@ -22,7 +22,7 @@ from .descriptors import descriptor, form
 if OBSTACLE is None:
     from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
 
-_REGISTERS = 128  # per thread: an SM then runs 16 warps, and tiles of 8 rows do not spill
+_REGISTERS = 128  # registers per thread, with which an SM runs 16 warps and tiles of 8 rows do not spill
 _READING = 100  # cost of reading and decoding one value of a weight; multiplying the value by one row costs 2
 
 
@@ -33,7 +33,7 @@ class StreamingDecodingGemm(Kernel):
     obstacle = OBSTACLE
     form: str  # name of the quantisation format
     values_per_byte = 1
-    cost = 1.0  # factor of the estimate, measured against `DecodingGemm`
+    cost = 1.0  # measured factor that makes the estimate comparable to that of `DecodingGemm`
 
     def supports_design(self, args: DecodingGemmArguments) -> Status:
         if args.format.name != self.form:
@@ -55,9 +55,9 @@ class StreamingDecodingGemm(Kernel):
     def estimate(self, args: DecodingGemmArguments) -> float:
         """Return the cost of one group for one index along K.
 
-        Each tile of rows reads the weight again. The tiles cover the average number of rows plus two standard
-        deviations, enough for most groups. With at most one row per group, narrow tiles (below 128 columns) cost less,
-        because few groups must occupy all SMs. With more rows per group, wide tiles cost less.
+        Each tile of rows reads the weight again. The estimate assumes enough tiles for the average number of rows plus
+        two standard deviations, which covers most groups. With at most one row per group on average, narrow tiles
+        (below 128 columns) cost less, because few groups must occupy all SMs. Otherwise wide tiles cost less.
         """
         rows, columns, _ = self.metadata.design.tile_shape
         average = args.rows_per_group
@@ -127,7 +127,7 @@ def _decoding(cls: type[StreamingDecodingGemm], design: StreamingDesign) -> Stre
 
 
 def _designs(*tiles: tuple[int, int, int, int]) -> list[StreamingDesign]:
-    """Return designs of (rows, columns, stages, warps) with 128 values of the reduction per step."""
+    """Return one design for each (rows, columns, stages, warps). A reduction step of each design covers 128 values."""
     return [StreamingDesign((rows, columns, 128), warps, stages, tma=True) for rows, columns, stages, warps in tiles]
 
 

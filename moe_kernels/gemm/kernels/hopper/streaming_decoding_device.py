@@ -3,10 +3,10 @@
 One program multiplies a tile's rows, ROWS at a time, by BLOCK_OUT rows of a weight [OUT, IN]. TMA copies the weight
 through a ring buffer in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a row
 at a time, decodes the bytes in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
-ROWS can be as small as 8. wgmma could also read decoded values from registers, but ptxas up to 12.9 miscompiles that.
+ROWS can be as small as 8. wgmma could also read decoded values from registers, but ptxas up to 12.9 miscompiles it.
 
 mma may sum over the reduction axis in any order. Each thread therefore keeps weight values in the order in which they
-are stored. `_mma_order` permutes the rows to the same order, so that no value moves to another thread.
+are stored. `_mma_order` permutes the values of each row to the same order, so that no value moves to another thread.
 """
 
 # No `from __future__ import annotations`: kernels read annotations as types.
@@ -26,7 +26,7 @@ def values_per_64_bytes(FORM):
 
 @gluon.constexpr_function
 def _row_bases(block_out, num_warps):
-    """Return the linear-layout bases of mma's rows: (lanes, warps, registers). Each warp in turn gets 16 rows."""
+    """Return the linear-layout bases of mma's rows as (lanes, warps, registers). The warps in turn get 16 rows each."""
     powers = [1 << i for i in range(block_out.bit_length() - 1)]
     return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
 
@@ -60,8 +60,8 @@ def _by_16_bytes_layout(block_out, chunks, num_warps):
 
 @gluon.constexpr_function
 def _rows_layout(num_rows, values, chunks, num_warps):
-    """Return the layout of rows [ROWS, chunks * values]. A thread holds the values that multiply its weights. Every
-    warp holds all rows."""
+    """Return the layout of rows [ROWS, chunks * values]. A thread holds the row values that are multiplied by the
+    thread's weight values. Every warp holds all rows."""
     own = values // 4
     columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, values]] if chunks == 2 else [])
     further = [[1 << i, 0] for i in range(3, num_rows.bit_length() - 1)]
@@ -73,27 +73,27 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 
 @gluon.jit
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
-    """Permute the reduction of rows [ROWS, K] to the order in which `_decoded` returns the weight.
+    """Permute the reduction axis of rows [ROWS, K] to the order in which `_decoded` returns the weight.
 
-    Axes of a chunk of 64 bytes: c indexes the thread, w its 4-byte words, and the other axes the values in a word. The
-    last axes of the result are c and q, because mma multiplies pairs of values (q) of four threads (c) at a time.
+    A chunk of 64 bytes has four axes: thread (c), 4-byte word of the thread (w), pair in the word (j), and value in the
+    pair (q). The last axes of the result are c and q, because mma multiplies the pairs of four threads at a time.
     """
     ROWS: gl.constexpr = rows.shape[0]
-    if FORM == "mxfp4":  # axes c, w, q, j: values j and j + 4 of a word are a pair
+    if FORM == "mxfp4":  # stored as c, w, q, j: values j and j + 4 of a word are a pair
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
-    else:  # axes c, w, j, q
+    else:  # stored as c, w, j, q: neighbouring values are a pair
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return ordered.reshape(ROWS, rows.shape[1])
 
 
 @gluon.jit
 def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
-    """Return the weight in bfloat16 [BLOCK_OUT, K], in the order of mma. Values equal `dequantize` bit for bit."""
+    """Return a step's weight as bfloat16 [BLOCK_OUT, VALUES], in mma's order. Values equal `dequantize` bit for bit."""
     BLOCK_OUT: gl.constexpr = stored.shape[0]
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
         low, high = _decode_mxfp4(stored, scale, NAN_255)
-        # Axes c, w, r, q, o, where 2 * o + r is the j of `_mma_order`.
+        # The last five axes are c, w, r, q and o. The j of `_mma_order` is 2 * o + r.
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
     else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
@@ -103,12 +103,13 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 
 @gluon.constexpr_function
 def _mxfp4_assembly(nan_255):
-    """Return assembly that decodes the 32 values in $16 to $19, times the e8m0 scale in $20's low byte, to $0 to $15.
+    """Return assembly that writes the 32 values in $16 to $19, times the e8m0 scale in $20's low byte, to $0 to $15.
 
-    Values j and j + 4 of a 4-byte word lie 16 bits apart and are decoded as a pair. Multiplication by a sum of two
-    powers of two shifts both values into bfloat16 fields: signs to signs, exponents to the lowest exponent bits,
-    fractions to the highest fraction bit. Each result is the value times 2 ** -126. A product with 2 ** (s - 1)
-    follows, where s is the scale's byte. If s > 128, bfloat16 cannot hold that power; two products replace this one.
+    Values j and j + 4 of a 4-byte word are 16 bits apart and are decoded as a pair. A multiplication by a sum of two
+    powers of two shifts the fields of both values to their bfloat16 positions. Exponents become the lowest exponent
+    bits, and fractions the highest fraction bit. The result is the value times 2 ** -126. The result is then multiplied
+    by 2 ** (s - 1), where s is the byte of the scale. If s > 128, bfloat16 cannot hold this factor, and the code
+    multiplies by two factors in turn.
     """
     power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
     lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
@@ -130,7 +131,7 @@ def _mxfp4_assembly(nan_255):
 
 @gluon.constexpr_function
 def _fp8_assembly():
-    """Return assembly that decodes the 4 e4m3 values in $2, times the float32 scale $3, to bfloat16 in $0 and $1."""
+    """Return assembly that writes the 4 e4m3 values in $2, times the float32 scale in $3, to $0 and $1 as bfloat16."""
     half = "mov.b32 {{a, b}}, x; cvt.f32.f16 p, a; cvt.f32.f16 q, b; mul.rn.f32 p, p, $3; mul.rn.f32 q, q, $3; "
     half = "cvt.rn.f16x2.e4m3x2 x, {0}; " + half + "cvt.rn.bf16x2.f32 {1}, q, p; "
     declared = "{ .reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 p, q; mov.b32 {c, d}, $2; "
@@ -142,8 +143,8 @@ _MXFP4_CONSTRAINTS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 8))
 
 @gluon.jit
 def _decode_mxfp4(stored, exponents, NAN_255: gl.constexpr):
-    """Return the pairs of values j and j + 4 of each word: one tensor for j = 0 and 1, then one for j = 2 and 3.
-    `exponents` holds each byte's scale."""
+    """Return the decoded pairs of values j and j + 4 of each word, in two tensors. The first tensor holds j = 0 and 1,
+    the second tensor j = 2 and 3. `exponents` holds the e8m0 scale of each byte."""
     assembly: gl.constexpr = _mxfp4_assembly(NAN_255)
     return gl.inline_asm_elementwise(
         assembly,
@@ -166,7 +167,7 @@ def _decode_fp8(stored, scale):
 @gluon.jit
 def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     """Load a step's scales for `_scales_of_stored`: [BLOCK_OUT, 4 * CHUNKS] for MXFP4, [BLOCK_OUT] float32 for FP8.
-    `ptr` is the first scale of the group's matrix."""
+    `ptr` points to the first scale of the group's matrix."""
     if FORM == "mxfp4":
         layout: gl.constexpr = _by_16_bytes_layout(row.shape[0], CHUNKS, gl.num_warps())
         column = step * (4 * CHUNKS) + gl.arange(0, 4 * CHUNKS, layout=gl.SliceLayout(0, layout))
@@ -191,7 +192,7 @@ def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHU
 
 @gluon.jit
 def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr):
-    """Load a step's values of the rows, [ROWS, VALUES]. Values past the reduction or past the last row are zeros."""
+    """Load a step's values of the rows, [ROWS, VALUES]. Values past IN or past the last row are zeros."""
     VALUES: gl.constexpr = pointers.shape[1]
     k = step * VALUES + gl.arange(0, VALUES, layout=gl.SliceLayout(0, layout))
     return gl.load(pointers + step * VALUES, mask=row_mask[:, None] & (k < IN)[None, :], other=0.0)
@@ -209,14 +210,14 @@ def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.conste
 @gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride"])
 def streaming_kernel(
     x_ptr,
-    x_stride,  # a multiple of 8; x is [R, IN], or [T, IN] with row_to_token
+    x_stride,  # a multiple of 8. x is [R, IN], or [T, IN] with row_to_token
     row_to_token_ptr,  # [R], or None
     w_desc,  # [G, OUT, bytes of a row]
     scales_ptr,
     bias_ptr,  # [G, OUT], or None
     bias_stride,
     out_ptr,
-    out_stride,  # [R, OUT]
+    out_stride,  # out is [R, OUT]
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -225,7 +226,7 @@ def streaming_kernel(
     IN: gl.constexpr,
     FORM: gl.constexpr,  # format of the weight: "fp8" or "mxfp4"
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
-    TILE_ROWS: gl.constexpr,  # rows of a tile in the table
+    TILE_ROWS: gl.constexpr,  # rows per tile of the table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,  # chunks of 64 bytes that a step reads from each row of the weight
@@ -251,7 +252,7 @@ def streaming_kernel(
     group = gl.load(tiles_ptr + 2 * tile)
     start = gl.load(bounds_ptr + group) + gl.load(tiles_ptr + 2 * tile + 1) * TILE_ROWS
     end = gl.minimum(gl.load(bounds_ptr + group + 1), start + TILE_ROWS)
-    # The condition is always true. Without it, ptxas spills 8 bytes of the MXFP4 kernel.
+    # The condition is always true. Without the condition, ptxas spills 8 bytes of the MXFP4 kernel.
     has_weight = group < G
     num_steps = gl.where(has_weight, STEPS, 0)
     read_end = gl.where(has_weight, end, start)
@@ -286,12 +287,12 @@ def streaming_kernel(
             slot = position % STAGES
             mbarrier.wait(full.index(slot), position // STAGES & 1)
             stored = ring.index(slot).reshape([BLOCK_OUT, 64 * CHUNKS]).load(stored_layout)
-            # The barrier frees the slot of the previous step, which all warps have read by then.
+            # After the barrier, all warps have read the previous step's slot, and the next copy may overwrite the slot.
             barrier()
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
-            # Loads follow the copy, because the copy waits for all earlier loads. Decoding hides the latency of the
-            # rows. Decoding needs the scales immediately, so scales are loaded one step ahead.
+            # Rows and scales are loaded after the copy has started, because the copy waits for all earlier loads.
+            # Decoding hides the latency of the rows, but needs scales at once. Scales are loaded one step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)

@@ -8,27 +8,27 @@ from triton.experimental.gluon import language as gl
 
 from ....runtime.gluon import aggregate
 
-MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table, one per lane
+MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one group per lane
 
-# From this number of steps on, counted over all tiles of a program, half-width tiles are computed at full width.
-# Half-width tiles recur in the order of tiles, so some programs get more of them. These programs run ever further ahead
-# of the programs that share their data. If the L2 cache drops the data before the later programs read it, the second
-# read from memory costs more than half-width tiles save.
+# If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
+# Half-width tiles recur periodically in the order of tiles, so some programs get more half-width tiles than others.
+# These programs run ever further ahead of programs that read the same data. If the L2 cache drops the data before the
+# slower programs read the data, the second read from memory costs more than half-width tiles save.
 LONG_WORK = gl.constexpr(4400)
 
 
 @aggregate
 class Tiles:
-    """The tiles of the product: row tiles from the table, or from the offsets of few groups, times column tiles."""
+    """The tiles of the product: every row tile with every column tile. A table or the offsets give the row tiles."""
 
-    entries: gl.tensor  # pointer to [capacity, 2]; without a table, cumulative tile counts [MOST_WALKED] (`with_walk`)
-    bounds: gl.tensor  # pointer to [G + 2]; without a table, to offsets [G], which `with_walk` turns into end rows
+    entries: gl.tensor  # pointer to table entries [capacity, 2]; without a table, cumulative tile counts of `walk`
+    bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
     num_steps: gl.tensor  # steps of the reduction
     block_m: gl.constexpr
-    group_tiles: gl.constexpr  # row tiles that share their columns of B in the L2 cache
+    group_tiles: gl.constexpr  # row tiles computed for one column tile before the next, so that B stays in L2 cache
     num_groups: gl.constexpr  # None if there is a table
 
     @gluon.constexpr_function
@@ -67,8 +67,8 @@ def _plus(x, y):
 
 @gluon.jit
 def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr):
-    """Return (cumulative tile counts, end rows) of the groups, each [MOST_WALKED]. Offsets are clamped as in
-    `make_tile_table`. Lanes past the last group repeat the last group's values."""
+    """Return (cumulative tile counts, end rows) of the groups, each [MOST_WALKED]. Offsets that decrease or
+    leave [0, num_rows] are clamped. Lanes past the last group repeat the last group's values."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     group = gl.arange(0, MOST_WALKED, layout=layout)
     raw_ends = gl.load(offsets_ptr + group, mask=group < NUM_GROUPS, other=0)
@@ -81,7 +81,7 @@ def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr)
 
 @gluon.jit
 def with_walk(tiles):
-    """Return tiles with the result of `walk` in the registers of the calling warps. With a table, return the tiles
+    """Return `tiles` with the result of `walk` in the registers of the calling warps. With a table, return `tiles`
     unchanged."""
     if tiles.num_groups is None:
         return tiles

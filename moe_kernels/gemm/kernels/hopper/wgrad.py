@@ -26,7 +26,7 @@ if OBSTACLE is None:
 
 
 class WarpSpecializedWgrad(WgradKernel):
-    """`out[g] = A[start:end].T @ dout[start:end]`. The operand on the tile's narrow side may be gathered."""
+    """Computes `out[g] = A[start:end].T @ dout[start:end]`. Only the operand on a tile's short side may be gathered."""
 
     obstacle = OBSTACLE
 

@@ -27,11 +27,11 @@ from .tiles import LONG_WORK
 
 @aggregate
 class Tiles:
-    """The tiles of all gradients. Tiles of a group are adjacent, and groups are in descending order of rows."""
+    """The tiles of all gradients. Tiles of a group are adjacent. Groups are sorted by descending number of rows."""
 
     bounds_ptr: gl.tensor  # [G + 2]
     order_ptr: gl.tensor  # [G]
-    num_tiles: gl.tensor  # of all groups
+    num_tiles: gl.tensor  # number of tiles of all groups together
     num_k_tiles: gl.tensor
     num_n_tiles: gl.tensor
     block_r: gl.constexpr
@@ -79,8 +79,8 @@ def tile_at(tiles, turn):
 def steps_for(tiles, num_rows):
     """Return the number of reduction steps of a group: at least two, because the first two steps each write half of the
     previous tile. Steps past the end of the group read zeros."""
-    # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses it. It then
-    # keeps the first tile's value. Passing the value through assembly counts as a use.
+    # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses the value.
+    # All tiles then get the first tile's value. Passing the value through assembly counts as a use.
     num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
     return max((num_rows + tiles.block_r - 1) // tiles.block_r, 2)
 
@@ -120,7 +120,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
+    # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -186,7 +186,7 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Start a.T[rows of this warpgroup] @ dout[:, :columns of total] for a step, plus `total` if `use_total`."""
+    """Start a step's product a.T[rows of this warpgroup] @ dout[:, :columns of total]. If `use_total`, add `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).reshape([BLOCK_R, 2 * total.shape[0]])
     a = a.slice(WARPGROUP * total.shape[0], total.shape[0], 1).permute((1, 0))
@@ -196,7 +196,7 @@ def _multiply(
 
 @aggregate
 class Finished:
-    """Position of the tile that is still to be written: its first row and column in out[group]."""
+    """Position of the finished tile that is still to be written: its first row and column in out[group]."""
 
     group: gl.tensor
     row: gl.tensor
@@ -224,7 +224,7 @@ def _reduce_tile(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Return (sum over a tile's steps, number of the next step). The first steps also write the previous tile."""
+    """Return the sum over a tile's steps, and the next step's number. The first steps also write the previous tile."""
     for part in gl.static_range(2):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, BLOCK_R, BLOCK_N)
         write(left if part == 0 else right, out_desc, [at.group, at.row, at.column + part * left.shape[1]], buffer)
@@ -256,10 +256,10 @@ def _consume(
     HALF_N: gl.constexpr = BLOCK_N // 2
     total = gl.zeros((HALF_K, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_K, BLOCK_N]
     left, right = halves(total.to(out_desc.dtype))
-    # No tile is finished yet. The hardware clips past the last group, so the first writes do nothing.
+    # No tile is finished yet. `at` is past the last group, where the hardware clips, so the first writes do nothing.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
     num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
-    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # on average
+    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # average over groups
     halves_tiles = tiles.num_tiles // gl.num_programs(0) * steps_of_tile < LONG_WORK
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)
@@ -289,7 +289,7 @@ def _consume(
 def wgrad_kernel(
     a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if the rows of A are gathered
     dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if the rows of dout are gathered
-    gathered_ptr,  # [T, K] or [T, N]; None unless an operand is gathered, like the next three
+    gathered_ptr,  # [T, K] or [T, N]; this and the next three are None unless an operand is gathered
     gathered_stride,
     row_to_token_ptr,  # [R]
     num_gathered_columns,

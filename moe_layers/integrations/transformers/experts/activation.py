@@ -1,4 +1,4 @@
-"""Recognises the activation of another library's experts module by its results instead of its name."""
+"""Recognises the activation of another library's experts module by computed results instead of by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # more than one, because a single column has the same place interleaved and concatenated
+_NUM_COLUMNS = 3  # more than one: one gate and one up column have the same order in both layouts
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
@@ -30,7 +30,7 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
     Args:
         experts: the module that holds the activation's constants, such as a limit. Errors name the module's class.
         apply_gate: takes [n, 2F] columns, gate columns then up columns.
-        interleaved: `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
+        interleaved: whether `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
 
     Raises:
         ValueError: no activation of this package equals `apply_gate`.
@@ -87,8 +87,8 @@ def _match(
 ) -> Activation:
     for activation in candidates:
         values = apply_activation(inputs, activation, implementation="reference")
-        # The tolerance is above the 1e-7 of `scale` by which float32 operations change `wanted`. The tolerance is below
-        # the 1e-4 of `scale` between the two most similar activations, GELU by tanh and by erf.
+        # The tolerance exceeds the error of float32 operations in `wanted`, which is 1e-7 of `scale`. The two most
+        # similar activations, GELU by tanh and by erf, differ by more than the tolerance: by 1e-4 of `scale`.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)

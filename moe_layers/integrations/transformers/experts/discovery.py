@@ -30,7 +30,7 @@ class Found:
     """An experts module that this package can compute.
 
     Attributes:
-        forwards: replacement forwards by module; empty if the experts' configuration selects this package's forward.
+        forwards: module -> its replacement forward. Empty if the experts' configuration selects this package's forward.
     """
 
     name: str
@@ -98,7 +98,7 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
 
 
 def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
-    """Return the modules of class `kind` that contain `module` at any depth, because wrappers may be in between."""
+    """Return the modules of class `kind` that contain `module`, directly or inside wrappers."""
     return [
         block
         for block in model.modules()
@@ -117,8 +117,8 @@ def has_interface(module: nn.Module) -> bool:
 
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
-    """Yield the class of each unsupported module that looks like routed experts, with the reason if there is one. Skip
-    modules inside or around known ones."""
+    """Yield the class of each unsupported module that looks like routed experts, with the reason if one is known. Skip
+    modules inside supported experts or experts of attention, and modules that contain supported experts."""
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():

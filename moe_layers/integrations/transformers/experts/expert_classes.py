@@ -1,7 +1,7 @@
 """Replacement forwards for experts of transformers without an experts interface, by class name.
 
 The modules keep their positions and parameters, and call one another as before. Hooks, LoRA and sharding of the modules
-still apply. The annotation of transformers' modules is `Any`, because each class has other attributes.
+still apply. Modules of transformers are annotated as `Any`, because each class has different attributes.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _LinearsSpec(ExpertsSpec):
 
 def _weight_of(experts: Any, name: str) -> Weight:
     holder = getattr(experts, name)
-    if type(holder).__name__ != "JetMoeParallelExperts":  # refuse a wrapper: its change of the weight would be lost
+    if type(holder).__name__ != "JetMoeParallelExperts":  # a wrapper's change of the weight would be lost
         raise ValueError(
             f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
         )
@@ -121,12 +121,12 @@ def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Swap:
-    """Replacement of the experts of a class.
+    """Replacement forwards for one class of experts.
 
     Attributes:
         forward: replaces the forward of the experts.
         spec: makes the ExpertsSpec from the experts module and an implementation.
-        caller: class of the surrounding block, if its forward must also be replaced; else "".
+        caller: class of the block around the experts if its forward must be replaced, too; else "".
         caller_forward: replaces the forward of that block.
         oldest: the oldest supported version of transformers.
     """
@@ -171,7 +171,7 @@ def _step3p7(experts: Any, implementation: str | None) -> ExpertsSpec:
 
 SWAPS = {
     "FP8Experts": Swap(experts_forward, float8_spec),
-    # Earlier versions of DBRX's experts multiplied by transposed matrices. Earlier versions of JetMoE are not tested.
+    # Before transformers 5.17, DBRX's experts multiplied by transposed matrices. JetMoE before 5.23 is not tested.
     "DbrxExperts": Swap(_dbrx_forward, _dbrx, oldest="5.17"),
     "LongcatFlashExperts": Swap(_longcat_forward, _longcat),
     "Llama4TextExperts": Swap(experts_forward, _llama4, "Llama4TextMoe", _llama4_forward),

@@ -32,9 +32,9 @@ from .rebuilding import rebuilt_in_backward
 
 NAME = "moe_layers"  # name of `experts_forward` in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # attribute of experts: ExpertsSpec, set by `enable` or the first call
-FORMS = "_moe_layers_forms"  # attribute of experts with a precision: KeptForms, which cache e4m3 weights
-SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: a Sharing, which computes them
-DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: their name in errors
+FORMS = "_moe_layers_forms"  # attribute of experts with a precision: the KeptForms that caches e4m3 weights
+SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: the Sharing that computes the experts
+DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: name of the experts in errors
 TOLD = "_moe_layers_told"  # attribute of experts about which `_tell_once` must not warn
 
 # `_calls.changes`: experts -> parameter name -> LowRank. PEFT's wrappers set `changes` while calling the experts.
@@ -55,9 +55,9 @@ class ExpertsSpec:
     """Describes how to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
 
     Attributes:
-        transposed: matrices are [in, out].
+        transposed: whether the stored matrices are [in, out] instead of [out, in].
         implementation: "triton", "reference", or None to choose by device.
-        normed: the experts' `post_expert_norm` norms each output before it is weighted.
+        normed: whether `post_expert_norm` normalises each expert's output before the output is weighted.
         precision: see `fused_experts`.
     """
 
@@ -76,18 +76,18 @@ class ExpertsSpec:
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose low-rank changes `adapters` converts."""
+        """Return the names of the parameters whose low-rank changes the method `adapters` converts."""
         return () if self.normed else (self._up_name, "down_proj")
 
     readable = adaptable  # names of the parameters whose 4-bit form the kernels can read
 
     def tensors(self, experts: nn.Module) -> dict[str, Tensor]:
-        """Return the parameters and buffers that are divided among the experts along their first axis, by name."""
+        """Return, by name, the parameters and buffers whose first axis is divided among the experts."""
         every = chain(experts.named_parameters(), experts.named_buffers())
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Reading by attribute would let PEFT cache values."""
+        """Return the weights to check at the first call. Parametrised ones are left out: PEFT would cache them."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -134,7 +134,7 @@ class ExpertsSpec:
 
 
 def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
-    """Recognise an experts module of the experts interface.
+    """Return the spec of an experts module whose forward calls the experts interface.
 
     Raises:
         ValueError: this package cannot compute the module. The message gives the reason.
@@ -168,12 +168,12 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
 
 
 def changes_of(experts: nn.Module) -> Mapping[str, LowRank]:
-    """Return the low-rank changes that wrappers in this thread have set for the experts, by parameter name."""
+    """Return the low-rank changes, by parameter name, that PEFT's wrappers have set for the experts in this thread."""
     return getattr(_calls, "changes", {}).get(experts, {})
 
 
 def call_with_changes(experts: nn.Module, changes: Mapping[str, LowRank], call: Callable[[], Tensor]) -> Tensor:
-    """Return `call()`. Calls of `experts` within it, in this thread, are computed with `changes`."""
+    """Return the result of `call()`. Until `call` returns, calls of `experts` in this thread apply `changes`."""
     outer = getattr(_calls, "changes", {})
     _calls.changes = {**outer, experts: changes}
     try:
@@ -200,7 +200,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn once if PEFT computes adapters that the kernels would compute after `enable`."""
+    """Warn once if PEFT itself computes adapters that the kernels could compute if `enable` were called."""
     changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
         return
@@ -219,7 +219,7 @@ def experts_forward(
     top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Replace the forward of an experts module.
+    """Compute an experts module. This function serves as the forward of the module.
 
     Raises:
         ValueError: this package cannot compute the module. The first call raises the error, with the reason.
@@ -241,7 +241,7 @@ def compute_module(
     changes: Mapping[str, LowRank],
     parameters: tuple[Weight, Weight] | None = None,  # the module's parameters, if local tensors replace them
 ) -> Tensor:  # [T, D]
-    """Compute an experts module with the parameters that it holds."""
+    """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     up_parameters, w_down = spec.up_parameters(self), spec.w_down(self)
     adapters = spec.adapters(changes) if changes else None
@@ -272,7 +272,7 @@ def compute_module(
 def _forms(
     experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
 ) -> ScaledForms | None:
-    """Return the cached e4m3 weights. Return None without a precision, if `w_up` is a copy, or under the compiler."""
+    """Return cached e4m3 weights, or None if the op must quantise. Copied or compiled weights are not cached."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
@@ -291,7 +291,7 @@ def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
 def _normed_experts(
     self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
-    """Compute experts whose outputs are normed before they are weighted. The fused op cannot norm outputs, because its
+    """Compute experts whose outputs are normalised before weighting. The fused op cannot normalise outputs, because its
     backward differentiates the down projection and the weighted sum together."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     if isinstance(choice, Tensor):

@@ -1,4 +1,5 @@
-"""transformers' FP8 experts: float8 blocks, or packed float4 with a power of two per 32 numbers.
+"""Computes transformers' FP8 experts. Their weights are float8 with a scale per block, or packed float4 with one
+power-of-two scale per 32 numbers.
 
 transformers has a separate registry of implementations for these experts.
 """
@@ -55,7 +56,7 @@ class Float8Spec(ExpertsSpec):
 
 
 def float8_spec(experts: Any, implementation: str | None) -> Float8Spec:
-    """Recognise an FP8 experts module.
+    """Return the spec of an FP8 experts module.
 
     Raises:
         ValueError: this package cannot compute the module. The message gives the reason.
@@ -92,7 +93,7 @@ def float8_experts_forward(
     top_k_index: Tensor,  # [T, K]
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute FP8 experts whose configuration selects "moe_layers". Set their spec, then call `experts_forward`."""
+    """Compute FP8 experts whose configuration selects "moe_layers". The first call sets the spec of the experts."""
     _recognise_once(self)
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 

@@ -5,8 +5,8 @@
     print(enable(model))
 
 transformers' own MXFP4 experts reorder the bytes for the kernels of one GPU. Here the experts remain transformers'
-`GptOssExperts`. Each weight is a parametrization of its blocks, so other code reads the dequantised weight.
-`save_pretrained` writes the published names and bytes.
+`GptOssExperts`. A parametrization computes each weight from the stored blocks, so other code reads the dequantised
+weight. `save_pretrained` writes the published names and bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def keep_mxfp4(config: Any) -> Any:
     """Return a copy of gpt-oss's configuration with which `from_pretrained` keeps the experts in MXFP4.
 
     Raises:
-        ValueError: the configuration is not that of a gpt-oss in MXFP4.
+        ValueError: the configuration does not describe a gpt-oss model in MXFP4.
     """
     quantization = getattr(config, "quantization_config", None)
     quantization = quantization if isinstance(quantization, dict) else {}
@@ -68,7 +68,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
-        """Replace the weights by parameters with the names on disk, which transformers loads without a conversion."""
+        """Replace weights by empty parameters with the names on disk. transformers then loads the bytes unconverted."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
                 num_experts, size_in, size_out = getattr(experts, name).shape

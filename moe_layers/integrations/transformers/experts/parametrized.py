@@ -2,7 +2,7 @@
 
 A parametrization computes a parameter from a stored tensor at each access. Two kinds are known:
 
-* bitsandbytes' `replace_parameter_4bit`, which quantises parameters that are not those of a Linear
+* bitsandbytes' `replace_parameter_4bit`, which quantises parameters of modules other than Linear
   (https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/nn/parametrize.py)
 * `StoredMxfp4`, with which `keep_mxfp4` loads gpt-oss
 
@@ -50,7 +50,7 @@ class StoredMxfp4(nn.Module):
         return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
-        if is_dtensor(blocks):  # ranks share the experts, and PEFT reads the parameter
+        if is_dtensor(blocks):  # the case if ranks share the experts and PEFT reads the parameter
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
@@ -80,9 +80,9 @@ def stored_weight(
     """Return the quantised weight of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: the parameters that must be read alike. If other code changes one of these parameters, such as a wrapper
-            of PEFT that adds its adapters, all of them are read as tensors.
-        transposed: the parameter is [E, in, out].
+        names: parameters of which all or none are read in stored form. If other code changes one of these parameters,
+            such as a PEFT wrapper that adds adapters, all are read as tensors.
+        transposed: whether the parameter is [E, in, out] instead of [E, out, in].
     """
     if "parametrizations" not in experts._modules or name not in names:
         return None
@@ -108,7 +108,7 @@ def check_stored(name: str, experts: nn.Module, readable: tuple[str, ...], *, tr
     Args:
         name: name of the experts in the model.
         readable: names of the parameters that the experts' op reads in their stored form.
-        transposed: these parameters are [E, in, out].
+        transposed: whether these parameters are [E, in, out] instead of [E, out, in].
     """
     kind = parametrize.type_before_parametrizations(experts).__name__
     held = sorted(_names(experts))
@@ -146,7 +146,7 @@ def _names(experts: nn.Module) -> Iterator[str]:
 
 
 def _read(experts: Any, name: str) -> _Stored | None:
-    """Return a parameter's stored form, or None unless exactly one known parametrization decodes the parameter."""
+    """Return a parameter's stored form if one known parametrization alone decodes the parameter, else None."""
     chain = getattr(experts, "parametrizations", {})
     if name not in chain or len(chain[name]) != 1:
         return None
@@ -164,7 +164,7 @@ def _is_bitsandbytes(part: nn.Module) -> bool:
 
 
 def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
-    """Describe a quantised parameter by the tensors of bitsandbytes' QuantState.
+    """Return a parameter of bitsandbytes as a `QuantizedWeight`, from its values and its QuantState.
 
     Raises:
         NotImplementedError: the parameter is not in nf4.

@@ -2,11 +2,11 @@
 
 PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. PEFT's forward adds the
 product of lora_A and lora_B to the parameter while the experts run. `_forward` here passes both factors to the experts
-instead, so that no tensor of the parameter's size is made. This forward is set on each wrapper, not on the class.
+instead, so that no tensor of the parameter's size is made. `_forward` is set on each wrapper, not on the class.
 
-In PEFT 0.18 and later, lora_A is [E * r, in] and lora_B is [out, r * E]. Expert e has rows e * r + i and columns
-i * E + e, for i < r. `in` and `out` are the lengths of the parameter's second and third axis, or the reverse if PEFT
-swapped them.
+In PEFT 0.18 and later, lora_A is [E * r, in] and lora_B is [out, r * E]. Expert e has the rows e * r + i of lora_A and
+the columns i * E + e of lora_B, for i < r. `in` and `out` are the lengths of the parameter's second and third axis. If
+PEFT swapped the axes, `in` is the length of the third axis and `out` that of the second.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def report_wrappers(places: list[Place]) -> tuple[list[str], dict[str, str]]:
 
 
 def replace_forwards(place: Place) -> None:
-    """Replace the forward of PEFT's wrappers around experts."""
+    """Let `_forward` replace the forward of each PEFT wrapper around experts."""
     for wrapper in place.wrappers():
         if _is_param_wrapper(wrapper):
             replace_forward(wrapper, _forward)
@@ -125,8 +125,8 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
 
 
 def replace_new_forwards(place: Place, *_: object) -> None:
-    """Replace the forward of wrappers that were added after `enable`. A hook calls this function before the forward of
-    the module that holds the wrappers."""
+    """Replace the forward of wrappers that were added after `enable`. This function is a forward pre-hook of the module
+    that holds the wrappers."""
     if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
         _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # torch's stubs declare a decorator
 
@@ -145,7 +145,7 @@ def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], kn
 
     Args:
         models: models that may have `peft_config`.
-        known: the configurations of PEFT that were checked, by adapter. New ones are added.
+        known: adapter -> the PEFT configuration that was checked. This function adds new configurations.
     """
     for model in models:
         for adapter, config in vars(model).get("peft_config", {}).items():
@@ -183,7 +183,7 @@ def _is_param_wrapper(module: nn.Module) -> bool:
 
 
 def _reason_against(wrapper: Any) -> str | None:
-    """Return the reason why PEFT itself must compute the adapters of a wrapper in its present state, if any."""
+    """Return why PEFT must compute a wrapper's adapters at present, or None if the kernels can compute them."""
     experts = _held_by(wrapper)
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
     if spec is not None and ATTRIBUTE not in vars(experts):
@@ -200,7 +200,7 @@ def _reason_against(wrapper: Any) -> str | None:
 
 
 def _held_by(wrapper: nn.Module) -> Any:
-    """Return the module inside all wrappers of PEFT and torch.compile: the experts, or another wrapper around them."""
+    """Return the module inside all wrappers of PEFT and torch.compile: the experts, or another library's wrapper."""
     module = wrapper
     while (inner := module._modules.get("base_layer", module._modules.get("_orig_mod"))) is not None:
         module = inner
@@ -247,7 +247,8 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-    """Compute a ParamWrapper. Call PEFT's forward in unsupported cases, or raise ValueError if ranks share experts."""
+    """Run a ParamWrapper, with its adapters in the experts' op. If the op cannot compute them, call PEFT's forward, or
+    raise ValueError if ranks share the experts."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:
@@ -276,7 +277,7 @@ def _change(wrapper: Any, adapter: str) -> LowRank:
 
 
 def _sum(changes: list[LowRank]) -> LowRank:
-    """Return the sum of the changes. Its factors are the changes' factors, concatenated along r."""
+    """Return the sum of the changes: a change whose factors are those of all changes, concatenated along r."""
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

@@ -1,4 +1,4 @@
-"""Rebuilds copies of parameters in backward, so that autograd does not save them."""
+"""Rebuilds copies of parameters in backward, so that autograd does not save the copies."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def rebuilt_in_backward(
 ) -> AbstractContextManager[None]:
     """Return a context in which autograd saves `parameters` instead of `copy`.
 
-    The context does nothing without gradients, and for inference tensors, which have no version. The context does
-    nothing under `torch.compile`, which recomputes copies on its own. With other active hooks (activation
-    checkpointing, offloading) the context does nothing, because autograd calls only the last of several hooks.
+    The context does nothing if gradients are disabled, or for inference tensors, which have no version. Under
+    `torch.compile` the context does nothing, because the compiler recomputes copies on its own. With other saved-tensor
+    hooks (activation checkpointing, offloading) the context does nothing, because autograd calls only the last hook.
 
     Args:
         build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.

@@ -1,7 +1,7 @@
 """Replaces the forwards of single modules. Other libraries may wrap these forwards, as accelerate's hooks do.
 
-`restore_forward` removes only this package's forward. A wrapper around this forward remains, and then calls
-the class's forward.
+`restore_forward` removes only this package's forward. A wrapper around this package's forward remains, and then calls
+the forward of the class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FORWARD = "_moe_layers_forward"  # attribute of a module: the function that com
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     """Let `forward(module, ...)` compute a module, unless another library replaced the module's forward.
 
-    A wrapper around an earlier replacement remains, and calls the new one.
+    A wrapper around an earlier replacement remains, and calls the new replacement.
     """
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):

@@ -1,4 +1,4 @@
-"""Finds the routers of a transformers model, and attaches them to the functions of this package."""
+"""Finds the routers of a transformers model, and hooks them for this package's routing functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .model_forward import hook_models, unhook_models
 _ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
 _NAMES = ("gate", "router")  # names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating|ModulesToSaveWrapper)$")
-# Unsupported routers: their forward does not return the choice and weights that the experts get.
+# Reasons against unsupported routers. Their forward does not return the choice and weights that the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",
@@ -30,7 +30,7 @@ if Version(transformers.__version__) < Version("5.19"):
 
 
 def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
-    """Return the routers of all experts modules by the name of their block. Hook those that are not hooked yet.
+    """Return block name -> hooked router, for all experts modules. Hook routers that are not hooked yet.
 
     Raises:
         ValueError: a block's router is not supported.
@@ -58,9 +58,9 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the block's name, the router's name and the experts. The block may be the experts module itself.
+    """Return the names of the block and the router of the experts module `name`, and that module.
 
-    Wrappers may be around the experts and around the router.
+    The block may be the experts module itself. Wrappers may be around the experts and around the router.
     """
     parts = name.split(".") if name else []
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):

@@ -17,23 +17,23 @@ def balance_routing(
 ) -> None:
     """Count the experts that training forwards choose from now on, and add the gradients of auxiliary losses.
 
-    The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as those of
-    `MoEFeedForward`: every backward through a layer's output adds their gradient, `aux_losses` returns their values,
-    and `set_aux_loss_scale` scales their gradients. Losses and counts exclude the padding of an attention mask
-    [B, S]. The loss that the model returns does not contain these losses.
+    The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as in
+    `MoEFeedForward`: every backward through a layer's output adds the gradients of the losses, `aux_losses` returns the
+    losses, and `set_aux_loss_scale` scales the gradients. Losses and counts exclude the padding of an attention mask
+    [B, S]. The loss that the model returns does not contain the auxiliary losses.
 
     Under gradient accumulation, average the losses with `set_aux_loss_scale(model, torch.tensor(1 / num_accumulated))`,
-    or sum them with `num_tokens`.
+    or sum the losses with `num_tokens`.
 
     Args:
-        losses: coefficients, which replace those of an earlier call. The default None means no losses.
-        num_tokens: divisor of the losses, see `moe_layers.balance.losses`. The layers keep a tensor without a copy: a
-            change in place takes effect from the next forward on. Default: the number of tokens in each call.
+        losses: coefficients, which replace those of an earlier call. Default None: no losses.
+        num_tokens: divisor of the losses, see `moe_layers.balance.losses`. A tensor is not copied, so a change in place
+            takes effect from the next forward on. Default: the number of tokens in each call.
 
     Raises:
-        ValueError: the model has no MoE block of transformers or an unsupported router, the losses do not suit the
-            router, the model adds the losses of transformers (`output_router_logits`), or there are several ranks and
-            no group for `global_batch`.
+        ValueError: the model has no MoE block of transformers or an unsupported router, `z` is set for a router that
+            returns probabilities, the model adds the losses of transformers (`output_router_logits`), or there are
+            several ranks and no group for `global_batch`.
     """
     losses = BalanceLosses() if losses is None else losses
     check_kind("balance_routing", "losses", losses, BalanceLosses)

@@ -1,9 +1,9 @@
 """Hooks of a transformers model's routers: statistics, losses, bias updates and replay.
 
-A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Granite's router returns
-these in the reverse order before transformers 5.21. `HookedRouter` replaces the router's forward, calls it, and reads
-or changes these three tensors. Without statistics, losses, counts, records and replay, `HookedRouter` only calls the
-forward.
+A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Before transformers 5.21,
+Granite's router returns these tensors in reverse order. `HookedRouter` replaces the router's forward. The replacement
+calls the original forward, and reads or changes the three tensors. Without statistics, losses, counts, records and
+replay, the replacement only calls the original forward.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class HookedRouter:
 
     @contextmanager
     def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> Iterator[None]:
-        """Replace the choice by `choose(T, K)`, once per forward. A recomputation repeats the choice of its forward."""
+        """Replace the choice of each forward inside the context by `choose(T, K)`. Recomputations repeat the choice."""
         if self._choose is not None:
             raise ValueError(f"RoutingReplay.replay: {self.name} must replay one record at a time, got a second one")
         self._choose = choose
@@ -140,7 +140,7 @@ class HookedRouter:
 
     @disable_dynamo
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the router's forward, and read or change its results. torch.compile breaks the graph here."""
+        """Run the router's forward, and read or change the results. torch.compile breaks the graph at this method."""
         inner = self._inner or type(self.router).forward.__get__(self.router)
         if self._released:
             return inner(*args, **kwargs)
@@ -202,7 +202,7 @@ class HookedRouter:
         experts: Tensor,  # [T, K] from the router
         selection: _Selection,
     ) -> Tensor:  # [T, K] int64
-        """Return the chosen experts. During a replay, return the replayed ones."""
+        """Return the replayed experts during a replay, else the experts that the router chose."""
         if selection.choose is None:
             return experts
         if selection.num_calls != 1 or selection.chosen is None or experts.data_ptr() != selection.chosen.data_ptr():
@@ -221,7 +221,7 @@ class HookedRouter:
         forward: ModelForward | None,
         watches: bool,
     ) -> Tensor:  # [T, K]
-        """Compute losses, counts and statistics. Return the weights with the loss attached."""
+        """Compute losses, counts and statistics. Return the weights with the loss attached to them."""
         if type(self.router).__name__ in PROBABILITIES:
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             logits = logits.clamp(min=torch.finfo(logits.dtype).tiny).log()
@@ -260,7 +260,7 @@ class HookedRouter:
         if forward is not None:
             check_single_loss(forward.owner, forward.arguments)
         if losses.global_batch:
-            # A recomputation reuses the counts, so it does not communicate again.
+            # Reuse the counts in a recomputation, so that the recomputation does not communicate again.
             kept = {} if forward is None else forward.global_counts
             if self not in kept:
                 accumulated = self.accumulated_counts
@@ -286,10 +286,10 @@ def _num_experts(router: Any) -> int:
 
 
 class _Selection(TorchFunctionMode):
-    """While active, reads the top-k of scores [T, E] of all experts, and may replace the choice.
+    """While active, records the router's top-k of scores [T, E], and may replace the chosen experts.
 
     A replaced top-k returns the new experts with their scores. The router's own code then computes the weights from
-    these scores. A top-k of groups, [T, groups] or [T, groups, members], is not replaced.
+    these scores. A top-k of groups, [T, groups] or [T, groups, members], is ignored.
 
     Args:
         choose: takes T and K and returns the choice. If None, no choice is replaced.
@@ -316,5 +316,5 @@ class _Selection(TorchFunctionMode):
             return result
         experts, is_own = self.choose(*result.indices.shape)
         self.chosen = experts if is_own is None else torch.where(is_own, result.indices, experts)
-        # The gradient equals that of top-k, because a token's experts are distinct.
+        # The gradient of gather equals that of top-k, because a token's experts are distinct.
         return torch.return_types.topk((scores.gather(1, self.chosen), self.chosen))

@@ -24,7 +24,7 @@ _active = threading.local()  # `forward`: the ModelForward that runs in this thr
 
 
 class ModelForward:
-    """The tokens of one forward of a model, and the choices that its routers replayed.
+    """The padding, arguments and replayed choices of one forward of a model.
 
     Args:
         owner: the outermost model of transformers.
@@ -40,7 +40,7 @@ class ModelForward:
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         mask = arguments.get("attention_mask")
-        # Ignore masks that are not [B, S]: they are prepared for attention, and do not tell which tokens are padding.
+        # Ignore masks that are not [B, S], because masks prepared for attention do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
         # Number of tokens and device -> mask. Layers on the same device share a mask.
         self._token_masks: dict[tuple[int, torch.device], Tensor] = {}
@@ -50,7 +50,7 @@ class ModelForward:
         """Return the mask of non-padding tokens on a layer's device. Return None without an attention mask [B, S].
 
         Raises:
-            ValueError: the layer's tokens are not those of the mask.
+            ValueError: the number of the layer's tokens does not fit the attention mask.
         """
         mask = self._attention_mask
         if mask is None:
@@ -63,7 +63,7 @@ class ModelForward:
             )
         form = num_tokens, device
         if form not in self._token_masks:
-            # Take the last columns, because with a cache the mask also covers past tokens.
+            # Take the last columns, because with a KV cache the mask also covers past tokens.
             self._token_masks[form] = mask[:, mask.shape[1] - length :].reshape(-1).bool().to(device)
         return self._token_masks[form]
 
@@ -76,7 +76,7 @@ class ModelForward:
         batch = self._batch if self._attention_mask is None else len(self._attention_mask)
         positions = self.arguments.get("position_ids")
         if batch == 1 and self._attention_mask is None and isinstance(positions, Tensor) and positions.dim() == 2:
-            # Each packed sequence starts at position 0, but the first may continue a sequence of another forward.
+            # Each packed sequence starts at position 0, but the first sequence may continue from another forward.
             is_start = positions[0] == 0
             is_start[:1] = True
             starts = is_start.nonzero().flatten()  # host synchronisation for the number of sequences
@@ -84,7 +84,7 @@ class ModelForward:
         return num_tokens // batch if batch else None
 
     def recompute(self, gradient: Tensor) -> None:
-        """Tell the routers that backward recomputes this forward. A hook of the model's outputs calls this method."""
+        """Tell the routers that backward recomputes this forward. A tensor hook of the outputs calls this method."""
         for router in self.routers:
             router.recomputed = self
 
@@ -108,7 +108,7 @@ def current_forward() -> ModelForward | None:
 
 
 def hook_models(model: nn.Module) -> None:
-    """Hook every transformers model in `model`, once. In each call, the outermost model makes a `ModelForward`."""
+    """Hook each transformers model in `model` once. The outermost hooked model makes a `ModelForward` per call."""
     from transformers import PreTrainedModel
 
     for module in model.modules():
@@ -133,7 +133,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, also after an exception. Hook the outputs, so that `recompute` runs before recomputations."""
+    """End the forward, even after an exception. Hook the outputs, so that `recompute` runs before a recomputation."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -40,13 +40,13 @@ class RoutingCallback(TrainerCallback):
         trainer.add_callback(RoutingCallback(trainer))
 
     Whenever the Trainer logs its loss, the callback adds the statistics of the training forwards since the last log.
-    The statistics are written to the log history and to every destination in `report_to`. Their names are
-    `routing/<metric>` for the mean, sum or maximum over the layers, and `routing/<layer>/<metric>`. With several ranks,
+    The statistics are written to the log history and to every destination in `report_to`. `routing/<metric>` is a mean,
+    sum or maximum over the layers, and `routing/<layer>/<metric>` is the value of one layer. With several ranks,
     statistics cover all ranks of `group`.
 
     The callback divides the gradients of `balance_routing`'s losses by the accumulation steps, unless `num_tokens` is
-    set. With `fp16=True`, it multiplies these gradients by the GradScaler's scale. `global_batch` covers the
-    accumulated calls.
+    set. With `fp16=True`, the callback multiplies these gradients by the GradScaler's scale. The loss `global_batch`
+    also counts the earlier accumulated calls of a step.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -80,7 +80,7 @@ class RoutingCallback(TrainerCallback):
         self._shares: dict[str, Tensor] = {}  # layer -> factor of its losses in each accumulated call
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> tokens per expert [E]
-        # Wrap `log`: callbacks have no event before a log is written, and a second log would replace the Trainer's.
+        # Wrap `log`, as callbacks have no event before a log is written. A second log would replace the Trainer's.
         trainer.log = partial(self._log, trainer.log)
 
     @property
@@ -125,13 +125,13 @@ class RoutingCallback(TrainerCallback):
             self.plot(self._plot)
 
     def _log(self, log: Callable[..., None], logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Add the statistics to a training log, then call `Trainer.log`. All ranks of `group` must call this."""
+        """Add the statistics to a training log, then call `Trainer.log`. All ranks of `group` must call this method."""
         if "loss" in logs and self.trainer.control.should_log:
             logs.update(self._metrics(self.trainer.state.global_step))
         log(logs, *args, **kwargs)
 
     def _metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics to log: an empty dict if no step was observed since the last log."""
+        """Return the metrics to log, or an empty dict if no step was observed since the last log."""
         read = {name: observer.read(group=self.group) for name, observer in self._observers.items()}
         if not any(layer.num_calls for layer in read.values()):
             return {}
@@ -175,7 +175,7 @@ def _numbers(statistics: RoutingStatistics) -> dict[str, float]:
 
 
 def _of_all_layers(layers: list[dict[str, float]]) -> dict[str, float]:
-    """Return metrics over all layers: sums of counts, the largest violation, and means of the others."""
+    """Return metrics over all layers: sums of counts, maxima of violations, and means of the other metrics."""
     worst = {"dead_experts": sum, "num_dropped": sum, "max_violation": max, "max_call_violation": max}
     return {
         f"routing/{name}": worst.get(name, fmean)([numbers[name] for numbers in layers])

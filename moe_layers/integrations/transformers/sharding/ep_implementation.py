@@ -2,8 +2,8 @@
 
     DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_layers")
 
-transformers shards the experts, reads on each rank only that rank's experts, wraps the model in FSDP2 and saves it.
-FSDP2 divides the gradients of experts by the number of all ranks.
+transformers shards the experts, loads on each rank only that rank's experts, wraps the model in FSDP2 and saves the
+model. FSDP2 divides the gradients of experts by the number of all ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .experts_of_rank import Sharing
 
 
 class DispatchedExperts(EPImplementation):
-    """An implementation for `EPImplementationInterface`. Each experts module has one instance.
+    """Computes one experts module for transformers' `EPImplementationInterface`. Each module has its own instance.
 
     Raises:
         ValueError: ranks share tokens by tensor parallelism, or this package cannot compute the experts.
@@ -56,7 +56,7 @@ class DispatchedExperts(EPImplementation):
         top_k_index: Tensor,  # [T, K]
         top_k_weights: Tensor,  # [T, K]
     ) -> Tensor:  # [T, D]
-        # During this call, transformers replaces the DTensors by local tensors.
+        # During this call, transformers replaces the experts' DTensors by local tensors.
         recognise_once(self._experts, self._make_spec)
         weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
         return self._sharing.forward(self._experts, hidden_states, top_k_index.int(), weights)

@@ -54,22 +54,23 @@ class Sharing:
 
     @property
     def replicated_scale(self) -> float:
-        """Return the scale of the gradients of parameters that are whole on every rank.
+        """Return the factor for gradients of parameters that are whole on every rank, such as adapters.
 
-        On each rank such a gradient covers the rank's own experts and the tokens of all ranks, so the sum over ranks is
-        complete. If gradients are averaged, dispatcher and data parallelism both divide; the scale undoes one division.
+        On each rank, such a gradient covers the rank's own experts and the tokens of all ranks. The sum over ranks is
+        complete. If gradients are averaged, the dispatcher and data parallelism both divide by the number of ranks. The
+        factor then is the number of ranks, to undo one division; otherwise the factor is 1.
         """
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return the slices for this rank's experts of PEFT's factors. Scale gradients by `replicated_scale`."""
+        """Return this rank's slices of PEFT's factors. Multiply the gradients of the slices by `replicated_scale`."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
 
 
 class ExpertsOfModule:
-    """Presents a rank's experts to a dispatcher in one call. The class implements `ExpertsOfRank`."""
+    """Presents a rank's experts to a dispatcher for one call. The class implements `ExpertsOfRank`."""
 
     recompute: str | None = None
     batch_invariant = False
@@ -92,8 +93,8 @@ class ExpertsOfModule:
             yield from change
 
     def __call__(self, rows: ExpertRows) -> Tensor:
-        # Pass the module's own parameters, because the cache of e4m3 weights identifies a weight by its parameter
-        # object. Local parts are new objects in each call.
+        # Pass the module's own parameters: the cache of e4m3 weights identifies a weight by its parameter object, and
+        # local parts are new objects in each call.
         parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
         with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
             return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)

@@ -46,7 +46,7 @@ class ShardReport:
         experts: the sharded modules by name, for instance to wrap them in FSDP2 over another axis of the mesh.
         num_local: number of experts of each module that this rank holds.
         num_ranks: number of ranks that share the experts.
-        dispatcher: the `dispatcher` argument; "auto" is not resolved.
+        dispatcher: the `dispatcher` argument as given, even if it is "auto".
         kept_bytes: bytes of this rank's experts.
         freed_bytes: bytes of the other ranks' experts.
     """
@@ -89,13 +89,13 @@ def shard_experts(
     """Share the experts of an enabled model among the ranks of a mesh. The parameters keep their names.
 
     All ranks must hold equal parameters before the call. Each rank keeps its slice, without communication. Afterwards
-    each rank passes its own tokens, in any number, except that "overlapped" and `max_rows_factor` need equally many on
-    each rank. All ranks must call the model equally often, in forward and backward. Shard before FSDP2, DDP and the
-    optimizer. PEFT's adapters of experts stay whole on every rank, and may be added before or after this call. The
-    model cannot be disabled afterwards; `save_sharded` writes it.
+    each rank passes its own tokens. The number of tokens may differ between ranks, except with "overlapped" or
+    `max_rows_factor`. All ranks must call the model equally often, in forward and backward. Call this function before
+    FSDP2, DDP and the optimizer are set up. PEFT's adapters of experts stay whole on every rank, and may be added
+    before or after this call. The model cannot be disabled afterwards; `save_sharded` writes the model.
 
-    The recomputation of a checkpointed layer must choose the same experts: use `context_fn=save_communication`. The
-    recomputation then sends nothing.
+    The recomputation of a checkpointed layer must choose the experts of the forward. Use
+    `context_fn=save_communication`, with which the recomputation also sends nothing.
 
     Args:
         model: an enabled model.
@@ -106,14 +106,14 @@ def shard_experts(
         max_rows_factor: see `ExpertParallel`.
         chunks: see `ExpertParallel`.
         reserved_sms: see `ExpertParallel`.
-        seconds: how long to wait for ranks that have not called yet. If ranks load a whole model, their times may
-            differ by more than the default: call `torch.distributed.barrier()` before, or give more seconds.
+        seconds: how long to wait for ranks that have not called yet. Default 15. If loading takes some ranks longer,
+            call `torch.distributed.barrier()` before this function, or give more seconds.
 
     Raises:
         ValueError: the model is not enabled or is sharded already, its parameters are DTensors or partitioned by
             DeepSpeed's ZeRO-3, an argument is wrong, experts cannot be divided, PEFT itself computes an adapter, the
             ranks disagree, or a rank does not call. All ranks raise within `seconds`, before anything changes. A rank
-            with a wrong mesh raises at once, and counts as a rank that does not call.
+            with a wrong mesh raises at once; for the other ranks, it is a rank that does not call.
         NotImplementedError: "overlapped" with experts that it does not support.
     """
     group = group_of(_OP, mesh)
@@ -172,8 +172,8 @@ def ignore_in_ddp(model: nn.Module) -> None:
     of experts are whole on every rank, and are not excluded.
 
     All ranks must share the experts. If several ranks hold an expert, use FSDP2, which averages the expert's gradients.
-    Put the sharded parameters, which are DTensors, in a parameter group of their own: an optimizer that updates a group
-    at once, as on GPUs by default, refuses DTensors beside other tensors.
+    Put the sharded parameters, which are DTensors, in a parameter group of their own. An optimizer that updates a whole
+    group at once, the default on GPUs, refuses a group that mixes DTensors and other tensors.
 
     Args:
         model: the module that DistributedDataParallel will wrap; with PEFT the PeftModel.
@@ -261,7 +261,7 @@ def _settings(path: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
-    """Replace a parameter or buffer of the experts by this rank's part of it."""
+    """Replace a parameter or buffer of the experts by this rank's part."""
     owner, _, leaf = name.rpartition(".")
     holder = experts.get_submodule(owner)
     rows = tensor.shape[0] // (len(share) * mesh.size())  # rows per expert

@@ -1,11 +1,12 @@
-"""Checkpoints of models whose experts the ranks share, in transformers' own layout.
+"""Reads and writes checkpoints in transformers' own layout, for models whose experts are sharded over ranks.
 
     with reading_shares(mesh["ep"]):
         model = AutoModelForCausalLM.from_pretrained(name)
     ...
     save_sharded(model, directory)
 
-Each rank reads only its own experts. The first rank writes, and holds one decoder layer and one file at a time.
+Each rank reads only its own experts. The first rank writes all files. While writing, the first rank holds one gathered
+decoder layer and the tensors of one file at a time.
 """
 
 from __future__ import annotations
@@ -49,26 +50,26 @@ def reading_shares(
     seconds: float = SECONDS,
     **options: Any,
 ) -> Iterator[None]:
-    """Let `from_pretrained` enable each model and shard its experts before it reads any weight.
+    """Make `from_pretrained` call `enable` and `shard_experts` for each model before any weight is read.
 
-    Each rank then reads its own experts' bytes and all weights that are not experts, without reading ahead. With GPUs,
-    pass `device_map={"": device}` to `from_pretrained`. Needs a version of transformers that reads parts of DTensors,
-    such as 5.23. Needs safetensors files, because other files are read whole.
+    Each rank then reads its own experts and all weights that are not experts. Weights are not read ahead of their
+    conversion. With GPUs, pass `device_map={"": device}` to `from_pretrained`. The context needs a version of
+    transformers that reads parts of DTensors, such as 5.23. Use safetensors files, because other files are read whole.
 
-    All ranks must enter and leave the context, and call `from_pretrained` equally often. There, ranks wait up to 30
-    minutes for ranks that download or read more slowly. An error on one rank ends the wait at once.
+    All ranks must enter and leave the context, and call `from_pretrained` equally often. In `from_pretrained`, and at
+    the end of the context, a rank waits up to 30 minutes for slower ranks. An error on one rank ends the wait at once.
 
     Args:
         mesh: see `shard_experts`.
         implementation: see `enable`.
         precision: see `enable`.
-        seconds: how long to wait for ranks that have not entered yet, see `shard_experts`.
+        seconds: longest wait for ranks that have not entered the context or `shard_experts` yet. Default: 15.
         options: further arguments of `shard_experts`.
 
     Raises:
         NotImplementedError: this version of transformers cannot read parts of DTensors.
-        ValueError: a rank has not entered in time. `from_pretrained` raises it on all ranks if `enable` or
-            `shard_experts` would, the checkpoint is quantised or lacks experts, or another rank raised an error inside.
+        ValueError: a rank has not entered in time. `from_pretrained` raises ValueError on all ranks if `enable` or
+            `shard_experts` raises ValueError, the checkpoint is quantised or lacks experts, or another rank fails.
     """
     owner = transformers.PreTrainedModel
     reads_parts = transformers_has("distributed.sharding_utils", "DtensorShardOperation")
@@ -106,7 +107,7 @@ def reading_shares(
 
 @contextmanager
 def _without_reading_ahead() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead of the conversion, by up to a rank's whole share."""
+    """Keep transformers' threads from reading up to a rank's whole share into memory ahead of the conversion."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -128,20 +129,21 @@ def _missing(info: Any, experts: dict[str, nn.Module]) -> str:
 def save_sharded(
     model: nn.Module, directory: str | os.PathLike[str], *, max_shard_size: str = "50GB", seconds: float = SECONDS
 ) -> None:
-    """Write a model whose experts the ranks share. All ranks must call this function. The first rank writes.
+    """Write a model whose experts are sharded over ranks. All ranks must call this function. The first rank writes.
 
     The files are those that `save_pretrained` writes for the whole model. Parameters are gathered one at a time.
 
     Args:
-        model: a transformers model after `shard_experts`, which FSDP2 may also shard. Adapters of a PeftModel are saved
-            by its own `save_pretrained`.
-        max_shard_size: largest size of a file, see `save_pretrained`.
-        seconds: how long to wait for ranks that have not called yet. Later waits, for files, last up to 30 minutes.
+        model: a transformers model after `shard_experts`. FSDP2 may also shard the model. To save the adapters of a
+            PeftModel, call the PeftModel's own `save_pretrained`.
+        max_shard_size: largest size of a file, see `save_pretrained`. Default: "50GB".
+        seconds: longest wait for ranks that have not called yet. Default: 15. While the first rank writes files, the
+            other ranks wait up to 30 minutes.
 
     Raises:
-        ValueError: a rank has not called in time, the model has no experts that ranks share or has adapters inside, the
-            ranks disagree, or a file cannot be written. All ranks raise it, except that the rank that cannot write a
-            file raises OSError.
+        ValueError: a rank has not called in time, the experts are not sharded, the model contains adapters, the ranks'
+            parameters differ, or a file cannot be written. All ranks raise ValueError. If a file cannot be written,
+            however, the first rank raises OSError.
     """
     group = distributed.group.WORLD if distributed.is_initialized() else None
     if group is None:
@@ -165,7 +167,7 @@ def save_sharded(
 
 
 def _state(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return parameters, buffers and metadata of the files, or raise ValueError if the model cannot be saved."""
+    """Return the tensors to write and the files' metadata. Raise ValueError if the model cannot be saved."""
     check_kind(_SAVE, "model", model, transformers.PreTrainedModel)
     if not any(SHARING in vars(module) for module in model.modules()):
         raise ValueError(f"{_SAVE}: the model must be sharded by shard_experts, got {type(model).__name__}")
@@ -204,11 +206,11 @@ class _Writer:
         self.model, self.directory, self.metadata = model, directory, metadata
         self.convert = revert_weight_conversion
         empty = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in state.items()}
-        own = model.state_dict().keys()  # `state` may have other names, which a quantiser added
+        own = model.state_dict().keys()  # a quantiser may have added names to `state`
         untied = remove_tied_weights_from_state_dict({name: empty[name] for name in state if name in own}, model)
         self.kept = {name for name in state if name in untied or name not in own}
         converted = self.convert(model, {name: empty[name] for name in state if name in self.kept})
-        # As in transformers: count each storage once, and keep all tensors of a storage in one file.
+        # Count each storage once, and keep all tensors of a storage in one file, as `save_pretrained` does.
         self.split = split_state_dict_into_shards_factory(
             converted,
             get_storage_size=lambda tensor: tensor.untyped_storage().nbytes(),
@@ -229,7 +231,7 @@ class _Writer:
                 save_file(tensors, self.directory / file, metadata=self.metadata)
 
     def _begin(self) -> None:
-        """Write all files except the weights, and remove files of an earlier model."""
+        """Write the configurations and the index, and remove weight files of an earlier model."""
         self.is_begun = True
         self.directory.mkdir(parents=True, exist_ok=True)
         model, config = self.model, self.model.config
