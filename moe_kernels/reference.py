@@ -1,10 +1,10 @@
-"""The specification of the package: every op in plain PyTorch, in pipeline order. float64 is computed in float64.
+"""The specification of the package: every op in plain PyTorch, in pipeline order. Computes float64 inputs in float64.
 
     tokens -> logits -> topk_routing -> sort_by_expert -> permute -> grouped_gemm -> activation -> grouped_gemm
            -> combine
 
 Letters: T tokens, D d_model, F d_ff of one expert, E experts, K top_k, R = T * K rows. A *slot* is one (token, k)
-choice with the flat index t * K + k; a *row* is a slot moved to expert order. Autograd alone computes gradients.
+choice with the flat index t * K + k; a *row* is a slot moved to expert order. Autograd derives all gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     score = functional.softplus(logits)
-    is_zero = score == 0  # logits below -104 in float32; masked, because sqrt's gradient at 0 is infinite
+    is_zero = score == 0  # true for float32 logits below -104; masked, because sqrt's gradient at 0 is infinite
     return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
@@ -41,7 +41,7 @@ def _top(keys: Tensor, k: int) -> Tensor:
 
 
 def selection_keys(
-    logits: Tensor,  # [T, E] from `shape_logits`
+    logits: Tensor,  # [T, E] at least float32, softcap applied
     spec: RouterSpec,
     selection_bias: Tensor | None = None,  # [E]
 ) -> Tensor:  # [T, E]
@@ -83,7 +83,7 @@ def topk_routing(
 
 
 def _weights_of_choice(
-    logits: Tensor,  # [T, E] from `shape_logits`
+    logits: Tensor,  # [T, E] at least float32, softcap applied
     experts: Tensor,  # [T, K]; -1 means no expert
     spec: RouterSpec,
 ) -> Tensor:  # [T, K]

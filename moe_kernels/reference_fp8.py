@@ -76,7 +76,7 @@ def _product(
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Return `gradient`, connected to `sources` in the autograd graph. Backward raises: rounding has no derivative."""
+    """Returns `gradient`, connected to `sources` in the autograd graph. Backward raises: rounding has no derivative."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -125,12 +125,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _WeightedLinear(torch.autograd.Function):
-    """Computes rows @ weight^T, and sums the products of each token with their weights. The upstream gradient of a
-    token is rounded to e4m3 before the gradient is weighted. dA' is the gradient of the rows before weighting:
+    """Computes rows @ weight^T, and sums each token's products times their routing weights w. Backward rounds a token's
+    upstream gradient to e4m3 before the multiplication by w. dA' is the gradient of the rows without the factor w:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    Backward reads `kept` in place of `rows`, and returns the gradient of the rows as the gradient of `kept`.
+    `kept` holds the rows for backward, which may be less precise than `rows`. Autograd passes the gradient of the rows
+    to `kept`, and none to `rows`.
     """
 
     @staticmethod
@@ -188,7 +189,7 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # `rounded`; its gradient goes to `preactivation`
+        read = preactivation + (rounded - preactivation).detach()  # `rounded`, with gradient to `preactivation`
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

@@ -146,7 +146,7 @@ class RouterSpec:
             raise ValueError(f"{owner}: a SparseMixer chooses top_k=2 experts, got {top_k}")
 
     def __str__(self) -> str:
-        """Return `normalize` and every setting that differs from its default."""
+        """Return a text with `normalize` and every setting that differs from its default."""
         values = [(field, getattr(self, field.name)) for field in fields(self) if field.name != "normalize"]
         others = [f"{field.name}={value}" for field, value in values if value != field.default]
         return ", ".join([f"normalize={self.normalize}", *others])
@@ -155,8 +155,8 @@ class RouterSpec:
 
     @classmethod
     def softmax(cls, *, normalize: bool = True, **settings) -> RouterSpec:
-        """Return the router of Mixtral, Qwen, OLMoE or Switch. With normalize=True, the default, also return that of
-        Granite or, with logit_bias=True, of GPT-OSS."""
+        """Return the router of Mixtral, Qwen, OLMoE or Switch. With normalize=True, the default, the result is also the
+        router of Granite. With logit_bias=True in addition, the result is the router of GPT-OSS."""
         return cls(normalize=normalize, **settings)
 
     @classmethod
@@ -166,7 +166,7 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **settings) -> RouterSpec:
-        """Return DeepSeek-V2's "group_limited_greedy": a group ranks by its best expert, weights are not normalised."""
+        """Return DeepSeek-V2's "group_limited_greedy": groups rank by their best expert. Weights are not normalised."""
         return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **settings)
 
     @classmethod

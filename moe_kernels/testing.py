@@ -97,7 +97,7 @@ def make_permutation(inputs: LayerInputs, top_k: int) -> tuple[Tensor, Permutati
 
 
 def to_float64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the same values in float64, so that rounding errors are those of float64."""
+    """Return the tensors, converted to float64 unless they hold integers, so that functions of them run in float64."""
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
 
 
@@ -115,8 +115,8 @@ def run_with_grads(
     if not wanted:
         return (out,)
     generator = torch.Generator(out.device).manual_seed(seed)
-    # Round to bfloat16, which float64, float32 and (from 2 ** -17 on) float16 represent exactly: all get equal
-    # gradients.
+    # Round to bfloat16, so that all dtypes get equal upstream gradients. float64 and float32 represent bfloat16
+    # values exactly. float16 does so from magnitude 2 ** -17 on.
     dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
@@ -187,7 +187,7 @@ def check_accuracy(
     """Check the output of `op` and the gradient of each floating-point input against the error budget, on drawn inputs.
 
     Args:
-        draw: function that returns the inputs for a seed, floating-point ones and integers.
+        draw: function that takes a seed and returns the inputs, which are floating-point or integer tensors.
         names: names of the output, then of each floating-point input's gradient.
         frozen: positions of floating-point inputs that require no gradient.
     """
@@ -198,8 +198,8 @@ def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
     """Check that each error is within its budget. Measure again with larger samples if an error is up to two budgets.
 
     If errors are sums of a few products, the largest of 64 errors by chance exceeds twice the largest of 64 other
-    errors in about 1 % of cases. With samples of 256 errors, the share of cases is 0.2 %. A real error exceeds its
-    budget again.
+    errors in about 1 % of cases. With samples of 256 errors, this happens in 0.2 % of cases. A real error exceeds
+    its budget again.
 
     Args:
         measure: `measure_errors` with all operands.
@@ -225,8 +225,8 @@ def measure_errors(
     """Return, by name, the errors that `check_accuracy` checks.
 
     The budget compares largest errors, and the largest of a few numbers varies by chance. Small results are therefore
-    computed again from further seeds, until every nonzero result has `num_elements` nonzero elements in all draws. The
-    errors cover all draws together.
+    computed again from further seeds, until the draws of every nonzero result have `num_elements` nonzero elements in
+    total. The errors cover all draws together.
 
     Raises:
         AssertionError: a shape or dtype is wrong, or NaN appears at other positions than in float64.

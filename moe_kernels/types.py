@@ -25,11 +25,11 @@ class Routing(NamedTuple):
 
 
 class TileTable(NamedTuple):
-    """Tiles of a grouped GEMM's rows. The padding rows, called the tail, come last and count as group number G."""
+    """Tiles of the rows of a grouped GEMM with G groups. The tail, the padding rows at the end, counts as group G."""
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
-    tiles: Tensor  # [capacity, 2] int32: group, and index of the row block within the group
-    num_tiles: Tensor  # [2] int32: number of tiles without and with the tail; later entries of `tiles` extend the tail
+    tiles: Tensor  # [capacity, 2] int32: group, and index of the row block in the group; unused entries extend the tail
+    num_tiles: Tensor  # [2] int32: number of tiles, first without the tail, then with the tail
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int  # most rows of a tile
 
@@ -53,7 +53,7 @@ class WeightFormat:
     Attributes:
         name: "fp8", "mxfp4", "nf4" or "int8".
         block: (rows, columns) of one expert's [out, in] matrix that share a scale. 0 columns mean the whole row. NF4's
-            blocks are taken from the flattened tensor.
+            blocks are taken from the flattened weight.
         nested_block: the number of NF4 scales that share a second-level scale; None: NF4 scales are float32.
     """
 
@@ -70,15 +70,17 @@ class WeightFormat:
 class QuantizedWeight(NamedTuple):
     """A frozen weight [E, out, in], stored as the tensors of its quantised format. All tensors are contiguous.
 
+    The table assumes the default blocks of each format: fp8 128 x 128, nf4 64. Quotients are rounded up.
+
     | format | values | scales |
     | --- | --- | --- |
-    | fp8 | [E, out, in] float8_e4m3fn | [E, out / 128, in / 128], rounded up: float32, 16 bits or e8m0 |
+    | fp8 | [E, out, in] float8_e4m3fn | [E, out / 128, in / 128] in float32, 16 bits or e8m0 |
     | mxfp4 | [E, out, in / 2] or [E, out, in / 32, 16] uint8 | [E, out, in / 32] uint8 or float8_e8m0fnu |
-    | nf4 | out * in * E / 2 bytes of any shape | one per block of 64, any shape: float32, or nested uint8 |
+    | nf4 | out * in * E / 2 bytes of any shape | one per block, any shape: float32, or uint8 if nested |
     | int8 | [E, out, in] int8 | the largest absolute value of each row, E * out float32 |
 
-    Shapes: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales]
-    float32, nested_offset [] float32.
+    Shapes: codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales] float32, nested_offset []
+    float32.
     """
 
     values: Tensor
@@ -107,7 +109,7 @@ class ScaledRows(NamedTuple):
     """Rows in e4m3 with a scale for each 128 columns of a row: the operand of GEMMs with precision "fp8"."""
 
     values: Tensor  # [R, K] float8_e4m3fn, contiguous
-    scales: Tensor  # [R, ceil(K / 128)] float32, stored by columns
+    scales: Tensor  # [R, ceil(K / 128)] float32, column-major
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,7 +132,7 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in] (`master`), and its e4m3 forms from `ScaledForms`, which GEMMs read instead."""
+    """A trained weight [E, out, in] (`master`), and its e4m3 forms of `ScaledForms`. GEMMs read the forms instead."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]

@@ -30,7 +30,7 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 def is_dtensor(tensor: Tensor) -> bool:
     """Return whether a tensor is a DTensor. The class is not imported, because its import takes half as long as
     PyTorch's."""
-    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # plain tensors skip the slow failed look-up
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # spares plain tensors a slow `hasattr`
 
 
 def whole_state(op: str, module: nn.Module) -> dict[str, Tensor]:

@@ -39,8 +39,8 @@ class MoEConfig:
         shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
         shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
         shared_activation: activation of the shared expert; None for the activation of the experts.
-        num_zero_experts: number of experts with the last ids, which have no parameters and return their token
-            unchanged.
+        num_zero_experts: number of experts without parameters, which return their token unchanged. Zero experts have
+            the last ids.
         latent_dim: size of `w_latent_in @ x`, which routed experts process instead of x. `w_latent_out` maps the sum of
             the experts' outputs back to d_model. Router and shared expert process x. Default: no latent projections.
         capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token
@@ -162,7 +162,8 @@ class MoEConfig:
         """Return the floating-point operations of a token's forward: two per element of the matrices that are used.
 
         Backward takes twice as many, and with `recompute="up"` one more product of `w_up`. Activations, biases
-        and the routing after the logits are not counted. With zero experts or a capacity a token may need fewer.
+        and the routing after the logits are not counted. A token needs fewer operations if it chooses zero experts, or
+        if a capacity drops some of its slots.
         """
         return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
 
@@ -209,8 +210,8 @@ class MoEConfig:
         `moe_layers.architectures.ARCHITECTURES` lists the supported values of `model_type`.
 
         Args:
-            hf_config: a configuration object of transformers, or the dict of a config.json. A composite model is
-                represented by the configuration of its language model.
+            hf_config: a configuration object of transformers, or the dict of a config.json. If the model is
+                composite, the configuration of its language model is read.
             layer: index of the layer, used for settings that the configuration lists by layer. Default: 0.
 
         Raises:
@@ -292,7 +293,7 @@ def _as_activation(name: str, value: str | Activation) -> Activation:
         if value not in tuple(ACTIVATIONS):
             raise ValueError(f"MoEConfig: {name} must be one of {KNOWN_ACTIVATIONS}, got {value!r}")
         return Activation(value)
-    if value.interleaved:  # refused: checkpoints and adapters hold all gate rows before the up rows
+    if value.interleaved:  # refused, because checkpoints and adapters hold all gate rows before the up rows
         raise ValueError(f"MoEConfig: {name} must have its gates first, got {value}")
     return value
 
@@ -310,7 +311,7 @@ def _plain(value: Any) -> Any:
     """Return a field's value in JSON types. An object becomes a dict of its settings that are not defaults."""
     if not is_dataclass(value):
         return value
-    kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group exists in only one process
+    kept = [f for f in fields(value) if f.init and f.name != "group"]  # a process group cannot be stored
     return {f.name: getattr(value, f.name) for f in kept if getattr(value, f.name) != f.default}
 
 

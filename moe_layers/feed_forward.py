@@ -115,7 +115,7 @@ class MoEFeedForward(nn.Module):
                 recompute=recompute,
                 precision=precision,
             )
-        except ValueError as error:  # the error is about an argument of this constructor
+        except ValueError as error:  # the message must name this class, not MoEConfig
             raise ValueError(str(error).replace("MoEConfig", "MoEFeedForward", 1)) from error
         self._build(config, assignment, noise, implementation=implementation, device=device, dtype=dtype)
 
@@ -333,7 +333,7 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # no view is returned, see `restore_shape`
+            return out if out.shape == x.shape else restore_shape(out, info)  # no view: it could lose FSDP2's hook
         if self.batch_invariant:
             self._check_invariance()  # checked in each call, because parts may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)

@@ -69,7 +69,7 @@ def _saved_by(
     device: torch.device,
 ) -> int:
     """Return how many bytes a forward of `module` on one input saves for backward."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)  # because observers and balancing hold real tensors
+    mode = FakeTensorMode(allow_non_fake_inputs=True)  # allow the real tensors that observers and balancing hold
     tensors = *module.named_parameters(), *module.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
     loss_scale, last_loss = losses.aux_loss_scale, losses.aux_loss

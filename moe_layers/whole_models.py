@@ -12,7 +12,7 @@ from .routing.router import TopKRouter
 
 
 def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
-    """Multiply the gradients of every layer's auxiliary losses by `scale`. None means 1, as before the first call.
+    """Multiply the gradients of every layer's auxiliary losses by `scale`. None means 1, the initial scale.
 
     With loss scaling, pass the loss scale. With gradient accumulation, pass 1 / (number of accumulated calls). The
     layers keep the tensor without a copy, so a change in place takes effect from the next forward on.

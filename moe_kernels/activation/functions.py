@@ -14,11 +14,11 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0, accurate to the last places. The argument x * log2(e) of the hardware's exp2 is
-    rounded, so the result is corrected by the rounding error."""
+    """Return exp(-x) for x >= 0, accurate to the last places. The hardware's exp2 gets the product -x * log2(e),
+    which is rounded. The result is therefore corrected for the error of this rounding."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # in float32, exp(-x) is zero beyond 104
     scaled = x * -1.4426950408889634
-    # `rest` sums the rounding errors of the product and of log2(e) in float32.
+    # `rest` is the error of `scaled`: the product is rounded, and so is the constant log2(e) as a float32.
     rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
     power = tl.exp2(scaled)
     return tl.fma(power, rest * 0.6931471805599453, power)
@@ -319,9 +319,9 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Gated activations that GEMM kernels apply to the product before the store. Published models use these activations
-# most. Kernels call `forward(gate, up)`, so `limit` and `alpha` have their defaults, the published values. In kernels
-# that gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
+# Gated activations that GEMM kernels apply to the product before the store: those that most published models use.
+# Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. In kernels that
+# gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
 EPILOGUES = {
     name: ACTIVATIONS[name]
     for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
@@ -335,5 +335,6 @@ PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", 
 
 
 def listed_epilogue(name: str) -> str:
-    """Return the name under which the kernel catalog and its tables list `name`: "relu" if plain, else "swiglu"."""
+    """Return the activation that represents `name` in the kernel catalog and its tables: "relu" if `name` is plain,
+    "swiglu" if gated."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

@@ -97,7 +97,7 @@ def weighted_activation_backward_kernel(
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row applies
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
-    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None together with the next two
+    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None together with scales_ptr and num_rows
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
     num_items,  # number of slots, or of rows
@@ -226,9 +226,9 @@ def _store_scaled(
     row,  # [BLOCK_R, 1]
     is_row,  # [BLOCK_R, 1]
     first,  # column of the first value, counted from `place`
-    size,
+    size,  # F: number of gate columns or of up columns
     width,
-    place,  # column of `values_ptr` at which the `size` columns begin, a multiple of 128
+    place,  # column of `values_ptr` at which the gate or up columns begin, a multiple of 128
     num_rows,
     BLOCK_F: tl.constexpr,
 ):

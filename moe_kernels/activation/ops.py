@@ -191,16 +191,17 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Result tensors of the weighted backward, with S rows. A slot may have another row here than in the inputs."""
+    """Tensors with S rows that receive the results of `launch_weighted_activation_backward`. A slot's row in these
+    tensors may differ from its row in the inputs."""
 
-    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; contiguous columns
-    weighted: Tensor  # [S, F] contiguous columns
+    dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; the column stride is 1
+    weighted: Tensor  # [S, F]; the column stride is 1
     slot_to_row: Tensor  # [T, K] contiguous, in [0, S); -1 for a dropped slot
 
 
 def launch_weighted_activation_backward(
-    preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; contiguous columns
-    dweighted: Tensor,  # [R, F] contiguous columns: dA', the gradient of w * A
+    preactivation: Tensor,  # [R, 2F], or [R, F] if not gated; the column stride is 1
+    dweighted: Tensor,  # [R, F] with column stride 1: dA', the gradient of w * A
     topk_weights: Tensor,  # [T, K] float32 contiguous
     slot_to_row: Tensor,  # [T, K] contiguous
     activation: Activation,
@@ -270,8 +271,8 @@ def launch_weighted_activation_backward(
 
 
 def can_scale_gradient(activation: Activation, d_ff: int) -> bool:
-    """Return whether each block of 128 preactivation columns has only gate or only up columns. All columns of a block
-    share a scale, but the kernel quantises gate and up columns separately."""
+    """Return whether no block of 128 preactivation columns holds both gate and up columns. All columns of a block share
+    a scale, but the kernel quantises gate and up columns separately."""
     return not activation.gated or (not activation.interleaved and d_ff % BLOCK == 0)
 
 

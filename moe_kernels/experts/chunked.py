@@ -43,8 +43,9 @@ class ExpertsInParts:
     """Computes `fused_experts` and its backward step by step on chunks of tokens, with the Triton kernels. Autograd
     does not record the steps. The weights are plain tensors.
 
-    In backward, call `backward_part` for each chunk, in any order. Then call the other methods, in any order. Only
-    `backward_part` reads the pre-activations. The pre-activations may be freed before the other steps allocate results.
+    In backward, call `backward_part` for each chunk, in any order. Then call `tokens_gradient` and `gradients`, in
+    either order. Only `backward_part` reads the pre-activations. The caller may free the pre-activations before the
+    other two methods allocate their results.
 
     Deterministic. Results have the same bits for any `reserved_sms`.
 
@@ -69,7 +70,7 @@ class ExpertsInParts:
         self.parts = [Rows.of(part, reserved_sms=reserved_sms) for part in parts]
         self.whole = Rows.of(whole or parts[0], reserved_sms=reserved_sms)
         self._hidden: Destination | None = None  # dH and A_w of all chunks; A_w is A times each row's routing weight
-        self._up_low: Tensor | None = None  # dH @ up_b [R, r] of all chunks
+        self._up_low: Tensor | None = None  # [R, r] of all chunks: dH times the adapter factor up_b
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
         """Compute the first half of a chunk's forward: H and A."""
@@ -120,8 +121,8 @@ class ExpertsInParts:
         needed: Sequence[bool],  # in the order of the result
     ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`, then of `Adapters`
         """Return the gradients that `needed` asks for, and None in place of the others. If one factor of an adapter
-        needs a gradient, the other factor also gets its gradient. [R, r] products that no earlier step has kept are
-        recomputed."""
+        needs a gradient, the other factor also gets its gradient. If no earlier step has kept an adapter's low-rank
+        product [R, r], this method computes the product again."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         needs_w_up, needs_w_down, needs_b_up, needs_b_down, *needs_factors = needed

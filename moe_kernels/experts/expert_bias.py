@@ -22,7 +22,7 @@ def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
 
 def launch_segment_sum(
     rows: Tensor,  # [R, N]; [T, N] with row_to_token
-    bounds: Tensor,  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
+    bounds: Tensor,  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]; group G, the padding, is not summed
     row_to_token: Tensor | None = None,  # [R] int32
     row_weights: Tensor | None = None,  # [R] float32 contiguous
 ) -> Tensor:  # [G, N] float32

@@ -115,7 +115,7 @@ def compute_experts(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Compute `fused_experts`. `settings` are passed to `make_operands`."""
+    """Compute `fused_experts` with the weights packed in an `ExpertWeights`. `make_operands` gets the `settings`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
@@ -128,7 +128,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Autograd through the reference would save dequantised weights. The op saves the quantised weights.
+        # Quantised weights need the op, because autograd through the reference would save dequantised weights.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -214,7 +214,7 @@ def make_operands(
         others: further fields of `ExpertOperands`.
 
     Raises:
-        ValueError, NotImplementedError: as `fused_experts`.
+        ValueError, NotImplementedError: a setting or an adapter is invalid; `fused_experts` lists the cases.
     """
     if recompute not in RECOMPUTE:
         raise ValueError(f"fused_experts: recompute must be one of {RECOMPUTE}, got {recompute!r}")
@@ -255,7 +255,7 @@ def _check_precision(precision: str, weights: ExpertWeights, adapters: ExpertAda
 
 
 def check_fp8_sizes(op: str, d_model: int, d_ff: int) -> None:
-    """Raise ValueError unless both sizes are multiples of 16 bytes, which TMA needs to address e4m3 rows."""
+    """Raise ValueError unless D and F are multiples of 16. TMA needs e4m3 rows whose size is a multiple of 16 bytes."""
     if d_model % 16 or d_ff % 16:
         raise ValueError(f"{op}: precision='fp8' needs multiples of 16, got d_model={d_model} and d_ff={d_ff}")
 
@@ -286,7 +286,7 @@ def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> N
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    # All experts may share the factor that multiplies tokens (up_a) or yields outputs (down_b).
+    # All experts may share up_a, which multiplies tokens, and down_b, which gives outputs. E is then 1 in the shape.
     allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
     if 0 in shape[1:] or list(factor.shape) not in allowed:
         wanted = " or ".join(map(str, allowed))

@@ -11,8 +11,8 @@ Backward, with w the routing weight of a row:
     dtokens = sum of a token's rows of dX
 
 The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up. Every reader of H
-adds b_up, because a rounded sum would cross the limits of clamps more often. b_down is added before Y is rounded or, if
-the fastest kernel cannot add b_down, to the rounded Y. With biases
+adds b_up, because rounding the sum for the store would more often move a value across a clamp's limit. b_down is added
+before Y is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. With biases
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -35,8 +35,8 @@ each op besides the operands, `out` and `dout`. Brackets mark copies of gathered
     down gradients      dH, A_w, [gather(dout)], dw_down
     up gradients        dH, dw_down, dX, dtokens; then dH, dw_down, dtokens, [gather(tokens)], dw_up
 
-Adapters add a product of low rank to each of the four GEMMs. One reduction sums both products. The adapters' scale is
-multiplied into up_b and down_b. With G = gather(dout) and X = gather(tokens):
+Adapters add a low-rank product to each of the four products with a weight. The GEMM sums both products in one
+reduction. The adapters' scale is multiplied into up_b and down_b. With G = gather(dout) and X = gather(tokens):
 
     H  = X @ w_up^T + (X @ up_a^T) @ up_b^T         Y  = A @ w_down^T + (A @ down_a^T) @ down_b^T
     dA' = G @ w_down + (G @ down_b) @ down_a        dX = dH @ w_up + (dH @ up_b) @ up_a
@@ -57,7 +57,7 @@ With precision "fp8" the products of forward and of the gradients of rows have e
 128 columns, weights a scale for each 128 x 128 block. Sums are float32. The operands are quantised as follows:
 
     tokens, dout    once per token, before GEMMs gather their rows
-    A               where the activation is computed from H; forward makes A in e4m3 only
+    A               where the activation is computed from H; forward makes A only in e4m3
     dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
     weights         by the caller (`ScaledForms`), or here for each product, right before it
 
@@ -184,7 +184,8 @@ def _(operands):
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
-    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None  # saved tensors may lack `main_grad`
+    # Keep the weights themselves, because a tensor that autograd saved may come back without the attribute `main_grad`.
+    ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None
     # Backward does not read the selection bias. A saved bias that changes in place would make backward raise.
     if "selection_bias" in ctx.names:
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
@@ -196,7 +197,8 @@ _gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the gradients. If no mode or profiler observes the ops, their launches are replayed as one list."""
+    """Compute the gradients. The launches of all ops are replayed as one list, unless a dispatch mode or profiler
+    observes the ops."""
     if dout is None:
         return {}
     main_grads = {} if ctx.weights is None else _main_grads(ctx)
@@ -257,7 +259,7 @@ def compute_gradients(
     """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # a traced op slices the buffer itself, because Inductor would compile an outer slice twice
+    if not is_traced:  # else each op slices the buffer, because Inductor would compile a slice made here twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
@@ -307,8 +309,8 @@ def _of_input(made: UpGradients, dtopk_weights: Tensor) -> Tensor:
 def _router_gradients(
     operands: ExpertOperands, dtopk_weights: Tensor, dtokens: Tensor | None, needed: set[str]
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of the router's operands. Unless an earlier launch has done so, add the router's part to the
-    gradient of the tokens and return the sum."""
+    """Return the gradients of the router's operands. If no earlier launch has added the router's part to the
+    gradient of the tokens, add this part and return the sum."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
     needs = RouterNeeds.of(needed - {"tokens"} if operands.fuses_router_gradient() else needed)

@@ -58,9 +58,9 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Compute `HiddenGradients`. `drows` is the copy of dout's rows, or None if GEMMs gather these rows instead. A
-    tracer cannot know which of the two happens. With `is_traced`, `drows` is therefore always a tensor if w_down needs
-    a gradient, and uninitialised if GEMMs gather."""
+    """Compute dH, A_w and the routing weights' gradient. `drows` is the copy of dout's rows, or None if GEMMs gather
+    these rows instead. A tracer cannot know which of the two happens. With `is_traced`, `drows` is therefore always a
+    tensor if w_down needs a gradient, and uninitialised if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None

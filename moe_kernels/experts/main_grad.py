@@ -15,7 +15,7 @@ def is_accumulated(op: str, name: str, node: Any) -> bool:
     """Return whether the running backward executes the node that accumulates a weight's gradient.
 
     Raises:
-        ValueError: `torch.autograd.grad` asks for the gradient itself.
+        ValueError: the backward is a `torch.autograd.grad` that returns this gradient instead of accumulating it.
     """
     try:
         return will_run(node)

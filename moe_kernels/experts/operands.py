@@ -14,7 +14,7 @@ from .steps import Experts
 
 
 class ExpertOperands(NamedTuple):
-    """Operands of forward and backward. Operands that a call does not use are None.
+    """Operands of the op's forward and backward. Operands that a call does not use are None.
 
     Forward gets one of three operands: `rows` from the caller, `topk_experts` to sort, or a `router` that chooses the
     experts. Backward gets `topk_weights`, and `rows` or `sorted_slots`.
@@ -55,7 +55,7 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return the experts for forward and the gradients of rows. The weights are in e4m3 if `precision` is set."""
+        """Return `experts` as forward and the gradients of rows use them: with e4m3 weights if `precision` is set."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
@@ -67,8 +67,8 @@ class ExpertOperands(NamedTuple):
         return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
     def fuses_router_gradient(self) -> bool:
-        """Return whether the launch that sums a token's rows adds the gradient through the routing weights: see
-        `router_gradient.py`."""
+        """Return whether the launch that sums a token's rows of dX also adds the gradient through the routing weights:
+        see `router_gradient.py`."""
         router, experts = self.router, self.experts
         return (
             router is not None

@@ -1,7 +1,7 @@
 """Computes the gradient of tokens in one pass: the part through the experts plus the part through the routing weights.
 
-dX [R, D] is the gradient of the rows. If a token's weights w are a softmax over the logits of its chosen experts alone,
-no other logit has a gradient, and
+dX [R, D] is the gradient of the rows, and dw the gradient of a token's routing weights w. If w is a softmax over the
+logits of the token's chosen experts alone, no other logit has a gradient, and
 
     dlogits = w * (dw - sum of w * dw)      dtokens = sum over a token's rows of (dX[row] + dlogits * w_router[expert])
 
@@ -18,7 +18,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-_MOST_COLUMNS = 1024  # most columns that one program loads of a row, and of w_router
+_MOST_COLUMNS = 1024  # maximum number of columns of a row and of w_router that one program loads
 
 
 def launch_combine_with_router(
@@ -112,7 +112,8 @@ def _slot_terms_kernel(
     dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
     tl.store(dlogits_ptr + slot, dlogit, mask=mask)
     row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)
-    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)  # binary search: last expert that begins at or before the row
+    # Find by binary search the last expert whose rows begin at or before this row.
+    expert = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for step in tl.static_range(SEARCH_STEPS):
         later = expert + (1 << (SEARCH_STEPS - 1 - step))
         start = tl.load(bounds_ptr + later, mask=later < NUM_EXPERTS, other=2147483647)

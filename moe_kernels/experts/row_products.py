@@ -62,14 +62,14 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens, with batch invariance in a memory layout that does not depend on the batch."""
+        """Return the tokens. With batch invariance, the result's memory layout does not depend on the batch."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
     ) -> Matrices:  # [E, out, in]; [E, in, out] if transposed
-        """Return the weight as the second operand of a GEMM of rows. With few rows, a quantised weight stays
-        quantised."""
+        """Return the weight as the second operand of a GEMM of rows. A quantised weight is dequantised, unless rows are
+        so few that GEMMs decode the weight."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):
@@ -80,8 +80,8 @@ class Rows(NamedTuple):
         return dense.transpose(1, 2) if transposed else dense
 
     def _is_aligned_by_copy(self, matrices: Tensor) -> bool:
-        """Return whether GEMMs read this weight from a copy with aligned rows, or write this gradient to aligned rows
-        first."""
+        """Return whether GEMMs use an aligned copy of these matrices. A weight is copied to aligned rows before GEMMs
+        read the weight. A gradient is written to aligned rows, then copied to contiguous memory."""
         num_rows = self.row_to_token.shape[0] if self.assumed_rows is None else self.assumed_rows * matrices.shape[0]
         return is_worth_aligning(matrices, num_rows)
 
@@ -98,7 +98,7 @@ class Rows(NamedTuple):
         bias: Tensor | None = None,  # [E, N]
         gather: bool = False,
         extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
-        out: Tensor | None = None,  # [R, N]; not with matrices in e4m3
+        out: Tensor | None = None,  # [R, N]; ignored if the matrices are in e4m3
     ) -> Tensor:  # [R, N]
         """Multiply each row by its expert's matrix and add the bias. With `gather`, `a` has a row per token.
 
@@ -190,7 +190,7 @@ class Rows(NamedTuple):
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
         if not is_worth_fusing(b, num_rows):
             return None
-        # Select the kernel with expanded tensors, which have the shape of the results but not their memory.
+        # Select the kernel before allocating the results. Expanded tensors have the results' shapes without the memory.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(
@@ -243,7 +243,8 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Return which gathers run as a copy before the GEMM that reads the rows. `tokens` may also be `dout`."""
+        """Return for each gather whether a copy before the GEMM gathers the rows. Otherwise the GEMM gathers the rows.
+        `dout` may be passed in place of the tokens."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight):
             return selection.Copies(False, False, False)
@@ -282,8 +283,8 @@ class Rows(NamedTuple):
 
 
 _ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # least number of rows per expert with which an aligned copy saves time
-_ROWS_NOT_WORTH_FUSING = 128  # up to this number of rows per expert, fusing does not save time
-_LONGEST_FUSED = 3072  # largest length K of the reduction that is worth fusing
+_ROWS_NOT_WORTH_FUSING = 128  # up to so many rows per expert, fusing the activation's gradient saves no time
+_LONGEST_FUSED = 3072  # largest length K of the reduction with which fusing the activation's gradient saves time
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:

@@ -150,11 +150,11 @@ class HiddenGradients(NamedTuple):
 
     dpreactivation: Tensor  # dH [R, 2F or F]
     weighted: Tensor  # A_w [R, F]: A times the rows' routing weights, or A with weight_on_input
-    dtopk_weights: Tensor  # [T, K] float32; not the true gradient with weight_on_input
-    drows: Tensor | None  # [R, D]: dout copied to its rows; None if GEMMs gather, or if not needed
+    dtopk_weights: Tensor  # [T, K] float32; with weight_on_input, `UpGradients` holds the true gradient
+    drows: Tensor | None  # [R, D]: each token's dout in the token's rows; None if GEMMs gather, or if not needed
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
-    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or with a destination
-    scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F] with a precision
+    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or if dH is written to a `Destination`
+    scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F], if dX is computed from e4m3 operands
     scaled_scales: Tensor | None = None  # [R, 2F / 128 or F / 128]
 
 
@@ -225,7 +225,7 @@ def _differentiate(
         if made is not None:
             return made
     dactivated = rows.gemm(given, w_down, gather=gather, extra=extra)  # dA' [R, F]
-    del w_down  # w_down may be a dequantised copy
+    del w_down  # free w_down, which may be a dequantised copy
     if overwrite:
         destination = Destination(preactivation, dactivated, rows.slot_to_row)
     dpreactivation, dtopk_weights = launch_weighted_activation_backward(
@@ -243,13 +243,13 @@ def _differentiate(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Return whether `dout` is copied to its rows. Otherwise GEMMs gather. Return True for traced tensors, for which no
+    """Return whether `dout` is copied to rows. Otherwise GEMMs gather. Return True for traced tensors, for which no
     kernel is selected."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 
 def copy_dout(experts: Experts, rows: Rows, dout: Tensor) -> Tensor | None:  # [R, D]
-    """Copy `dout` to its rows. Return None if a gather inside the GEMMs is faster."""
+    """Copy each token's dout to the token's rows. Return None if a gather inside the GEMMs is faster."""
     return rows.permute(dout) if rows.choose_copies(dout, experts.weights).dout else None
 
 
@@ -257,7 +257,7 @@ def w_down_gradient(
     experts: Experts,
     rows: Rows,
     dout: Tensor,  # [T, D]
-    drows: Tensor | None,  # [R, D]: dout copied to its rows; None if the GEMM gathers
+    drows: Tensor | None,  # [R, D]: each token's dout, copied to the token's rows; None if the GEMM gathers
     weighted: Tensor,  # A_w [R, F]
     main_grad: Tensor | None = None,  # [E, D, F]
 ) -> Tensor:  # [E, D, F]

@@ -75,10 +75,9 @@ def _alone(tensor: Tensor, i: int) -> Tensor:
 
 
 def canonical_layout(rows: Tensor) -> Tensor:
-    """Return the same values in a layout independent of the batch: contiguous, at an address that is a multiple of
-    16."""
+    """Return the same values in a layout independent of the batch: contiguous, at an address divisible by 16."""
     if rows.is_contiguous() and rows.data_ptr() % 16 == 0:
-        return rows.view(-1).view(rows.shape)  # the views reset the arbitrary stride of a single row
+        return rows.view(-1).view(rows.shape)  # a single row may have any row stride; the views reset the stride
     return rows.clone(memory_format=torch.contiguous_format)
 
 

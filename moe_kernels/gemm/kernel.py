@@ -46,7 +46,7 @@ class Operand:
     """A kernel's requirements for one operand.
 
     Attributes:
-        layout: "row": the last axis is contiguous; "column": the axis before it; None: any strides.
+        layout: "row": the last axis is contiguous; "column": the axis before the last is contiguous; None: any strides.
         alignment_bytes: alignment of the address and of every stride except the stride of the contiguous axis.
     """
 
@@ -140,7 +140,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
     obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
-    epilogues: Collection[str] = ()  # epilogues that the kernel can have; the catalog lists only the first
+    epilogues: Collection[str] = ()  # epilogues that the kernel can have; the catalog lists a kernel with the first
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -161,7 +161,7 @@ class Kernel(abc.ABC):
         return self.obstacle is None and bool(self.takes(args))
 
     def takes(self, args: Arguments) -> Status:
-        """Check as `supports` does, but ignore the installed software and the GPU: tensors may be on any device."""
+        """Check whether this kernel supports these arguments. Ignore the installed software and the tensors' device."""
         if not isinstance(args, self.arguments_class):
             return Status(f"expected {self.arguments_class.__name__}, got {type(args).__name__}")
         if args.accumulator_type != torch.float32:
@@ -171,7 +171,7 @@ class Kernel(abc.ABC):
         for name, tensor in args.operands.items():
             if error := operand_error(getattr(self.metadata.operands, name), tensor):
                 return Status(f"Operand `{name}`: {error}")
-        # This check comes before `supports_design`, which relies on valid shapes.
+        # Check the shapes before `supports_design`, which relies on valid shapes.
         if isinstance(args, Arguments) and (error := args.error()):
             return Status(error)
         return self.supports_design(args)
@@ -297,7 +297,7 @@ class Kernel(abc.ABC):
             raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
 
     def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
-        """Return the arguments with their metadata in the workspace, and the workspace's bytes for descriptors."""
+        """Return the arguments with their metadata in the workspace, and the part of the workspace for descriptors."""
         scratch_bytes, num_bytes = self.scratch_bytes(args), self.get_workspace_size(args)
         if not assume_fits:
             alignment = 128 if scratch_bytes else 4

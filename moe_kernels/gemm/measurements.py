@@ -16,12 +16,12 @@ class Table(NamedTuple):
     """Measurements of one GPU model."""
 
     kernels: dict[str, str]  # the fastest kernel's name for each `Arguments.table_key`
-    copies: dict[str, list[bool]]  # the fastest `Copies`, as a list, for each `copies_key`
+    copies: dict[str, list[bool]]  # for each `copies_key`: whether each gather in `Copies` is faster as a copy
     milliseconds: dict[str, float] | None = None  # times of `kernels`, under the same keys; None: not recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables. For a key in both tables, return the entry of `other`."""
-        # The time of a replaced kernel is dropped, because it does not hold for the new kernel.
+        # The time of a replaced kernel is dropped, because the time is not that of the new kernel.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
             self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})

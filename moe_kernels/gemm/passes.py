@@ -83,8 +83,8 @@ def launch_row_scale_backward(
     dtype: torch.dtype,
     offsets: Tensor,  # [G]
 ) -> tuple[Tensor, Tensor | None]:  # drows [R, N] in `dtype`, drow_scale [R] float32
-    """Return the gradients of `rows` and of `row_scale` in `row_scale[:, None] * rows`. Past the last offset, return
-    zeros."""
+    """Return the gradients of the two factors `rows` and `row_scale` of the product `row_scale[:, None] * rows`. Both
+    gradients are zero in rows past the last offset."""
     num_rows, num_columns = dout.shape
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)

@@ -27,13 +27,13 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
-_MANY_ROWS = 2048  # rows per group, a power of two like every result of `rows_bucket`
-_WIDEST_TILE = 256  # columns
+_MANY_ROWS = 2048  # a GEMM has many rows if the rows per group, rounded up to a power of two, exceed this number
+_WIDEST_TILE = 256  # columns of the widest tile
 _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is true
 
 
 def _half_speed(args: Arguments) -> int:
-    """Return how many multiplications per element read give half the full speed, from measurements on an H100.
+    """Return the number of multiplications per element read at which a kernel has half its full speed, on an H100.
 
     A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece is read as
     two lines, and reading bounds the GEMM. In this case, tiles of 128x256 are 1.19 to 1.35 times as fast as tiles of
@@ -60,7 +60,7 @@ def _drifts(args: Arguments) -> bool:
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # B by rows, as in the input gradient
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # row-major B: the input gradient
         gathers = args.row_to_token is not None
     else:
         return False

@@ -1,6 +1,7 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists the kernels that an op selects on this GPU or on another GPU. Tools show an op's GEMMs by `planning`.
+`planning` lists the kernels that an op selects on this GPU or on another GPU. Tools call `planning` to show an op's
+GEMMs.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _selected: dict[tuple[Any, ...], Kernel | None] = {}
 
 
 class Copies(NamedTuple):
-    """For each gather of the expert op, whether a separate copy gathers the rows. If not, the GEMM gathers the rows."""
+    """One flag per gather of the expert op: True if a separate copy gathers the rows, False if the GEMM does."""
 
-    tokens_forward: bool  # tokens, read by the GEMM with w_up
-    dout: bool  # one copy serves both GEMMs that read dout: the gradients of down's input and of w_down
-    tokens_backward: bool  # tokens, read by the GEMM that computes the gradient of w_up
+    tokens_forward: bool  # gather of tokens for the GEMM with w_up
+    dout: bool  # gather of dout; one copy serves two GEMMs: the gradients of down's input and of w_down
+    tokens_backward: bool  # gather of tokens for the GEMM that computes the gradient of w_up
 
 
 _copies: dict[tuple[Any, ...], Copies] = {}
@@ -135,7 +136,7 @@ def find(args: Arguments) -> Kernel | None:
 
 
 def find_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel that `find` would return on the target GPU. This machine need not have the GPU."""
+    """Return the kernel to run on the target GPU, or None. This machine need not have the GPU."""
     like = listed(args)
     kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
     kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
@@ -151,7 +152,7 @@ def run(args: Arguments) -> None:
 
 
 def run_if_supported(args: Arguments) -> bool:
-    """Launch the kernel as `run` does and return True, or return False if no kernel supports the arguments."""
+    """Launch the kernel that `select` chooses and return True. If no kernel supports the arguments, return False."""
     return _run(args) is not None
 
 
@@ -172,7 +173,7 @@ def run_product(args: GroupedGemmArguments) -> None:
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return run(args)
     table = kernel.tile_table(plain)
-    run(dataclasses.replace(plain, tile_table=table))  # the table does not change the selection
+    run(dataclasses.replace(plain, tile_table=table))  # runs `kernel`, because selection ignores the table
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 
@@ -189,14 +190,14 @@ def _run(args: Arguments) -> Kernel | None:
 
 
 def _launch_selected(args: Arguments) -> Kernel | None:
-    """Launch the kernel that `find` finds and return it. Support was checked when the kernel was chosen."""
+    """Launch the selected kernel and return it, or return None if selection finds no kernel for the arguments."""
     kernel = find(args)
     if kernel is not None and (launch := kernel.launch(args)) is not None:  # None: nothing to write
         run_launch(launch, args.A)
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch. The launches themselves do not change.
+# MOE_VERIFY=n checks the result of every n-th launch. The same kernels run, but no recorded launches are replayed.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
     require_single_launches("MOE_VERIFY")
@@ -204,7 +205,7 @@ _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VER
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
-    """Make `select` return this kernel for all arguments with the same `selection_key`, in this process."""
+    """Make `select` return this kernel, in this process, for all arguments with the `selection_key` of `args`."""
     _selected[_key(args)] = kernel
     clear_records()
 
@@ -212,9 +213,9 @@ def pin(args: Arguments, kernel: Kernel) -> None:
 def _by_epilogue(args: Arguments) -> Kernel | None:
     """Return the kernel for an epilogue that the catalog does not list, or None to search the whole catalog.
 
-    The catalog lists one gated and one plain activation. Any other activation gets the kernel that would run with the
-    listed activation of the same kind. If the table has a measurement with that other activation, the result
-    is None, so that the measurement decides.
+    The catalog lists one plain activation, relu, and one gated activation, swiglu. For any other activation, return the
+    kernel that would run with relu or swiglu, changed to apply the other activation. If the table has a measurement
+    with the other activation, return None, so that the measurement decides.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -226,7 +227,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Return the arguments with the listed activation of the same kind: "relu" if plain, "swiglu" if gated."""
+    """Replace the activation by the one that the kernel catalog lists: "relu" for a plain, "swiglu" for a gated one."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -236,7 +237,7 @@ def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
-    """Return the kernel with this epilogue if possible, else the kernel itself."""
+    """Return a copy of the kernel with this epilogue if the kernel allows it, else the unchanged kernel."""
     if epilogue is None or epilogue not in kernel.epilogues or kernel.metadata.epilogue in (None, epilogue):
         return kernel
     return kernel.with_epilogue(epilogue)
@@ -271,7 +272,7 @@ def get_kernels(
 
 
 def measured_best(args: Arguments) -> str | None:
-    """Return the name of the kernel that the table has for these arguments, or None."""
+    """Return the name of the fastest kernel measured for these arguments, or None without a measurement."""
     return table_for(args.A.device).kernels.get(args.table_key())
 
 
@@ -282,8 +283,8 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
     The copy of tokens in backward raises peak memory, because the copy exists together with the largest gradient. The
     rule makes this copy only if the result of w_up's GEMM also has at least 2560 columns. With a plain activation,
-    the result has half the columns, so the copy of tokens in backward needs twice the d_ff. Forward fuses a plain
-    activation only into a GEMM of copied rows.
+    the result has half the columns, so the copy of tokens in backward needs twice the d_ff. In forward, only a
+    GEMM of copied rows can apply a plain activation in its epilogue.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.
@@ -334,7 +335,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return `copies` for arguments with the same `_copies_key`, in this process."""
+    """Make `choose_copies` return `copies`, in this process, for all arguments with the `_copies_key` of these."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
@@ -349,7 +350,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table of this GPU model. Without a GPU, Triton or table file, return an empty table."""
+    """Return the user's table of measurements on this GPU model. Without GPU, Triton or table file, it is empty."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

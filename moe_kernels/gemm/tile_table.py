@@ -23,14 +23,15 @@ MAX_GROUPS = 8192
 def table_blocks(num_groups: int) -> dict[str, int]:
     """Return the numbers of entries that a program writes at once (ENTRY_BLOCK) and in total (PROGRAM_ENTRIES). A
     program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so that a program needs few
-    registers and an SM runs many programs. PROGRAM_ENTRIES is large enough to outweigh a program's scan of all groups,
-    but small enough that no program takes long."""
+    registers and an SM runs many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs
+    little per entry, but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the largest possible number of tiles. The last tile of each group and of the tail may be partly filled."""
+    """Return the largest possible number of tiles. The last tile of each group, and of the rows past the last group,
+    may be partly filled."""
     most: Any = torch.sym_min(num_groups + 1, num_rows)
     return (num_rows - most) // block_rows + most
 
@@ -83,8 +84,8 @@ def tile_table_in(
     num_groups: int,
     block_rows: int,
 ) -> TileTable:
-    """Return an `empty_tile_table` in one block of memory, which is faster to allocate than several tensors. An op must
-    not return this table, because the tensors share memory."""
+    """Return an uninitialised table in one block of memory, which is faster to allocate than several tensors. An op
+    must not return this table, because results of ops must not share memory."""
     sizes, (order, bounds, tiles, num_tiles), total = _parts(num_rows, num_groups, block_rows)
     if memory is None:
         numbers = like.new_empty(total, dtype=torch.int32)
@@ -99,7 +100,7 @@ def make_tile_table(
     num_rows: int,
     block_rows: int,
 ) -> TileTable:
-    """Return the table of tiles of at most `block_rows` rows of one group. One launch, no host synchronisation."""
+    """Return the tile table of these groups, with `block_rows` rows per tile. One launch, no host synchronisation."""
     table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     write_table(table, offsets, num_rows)
     return table
@@ -130,8 +131,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
 
 @triton.jit
 def write_tile_table(
-    block,  # index of the program. Each program writes PROGRAM_ENTRIES entries of `tiles`, and inserts PROGRAM_ENTRIES
-    # groups in `order`. Program 0 also writes `bounds` and `num_tiles`.
+    block,  # index of the program
     starts,  # [G_P2] int32, non-decreasing, at most num_rows
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
@@ -146,6 +146,8 @@ def write_tile_table(
     ENTRY_BLOCK: tl.constexpr,
     PROGRAM_ENTRIES: tl.constexpr,
 ):
+    # A program writes PROGRAM_ENTRIES entries of `tiles` and inserts PROGRAM_ENTRIES groups in `order`. Program 0 also
+    # writes `bounds` and `num_tiles`.
     group = tl.arange(0, G_P2)
     counts = (ends - starts + BLOCK_ROWS - 1) // BLOCK_ROWS  # [G_P2], 0 past G
     tile_ends = tl.cumsum(counts, 0)
@@ -164,7 +166,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # Each entry's number is also a group to insert in `order`. The programs cover G entries and insert all groups.
+        # `entry` also numbers a group, which is inserted in `order`. The programs have at least G entries in total.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

@@ -194,7 +194,7 @@ def _permute_kernel(
         tl.store(out, value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
-_PADDING_ROWS = 16  # rows that one program checks
+_PADDING_ROWS = 16  # rows per program of the kernel that sets padding rows to zero
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -302,7 +302,7 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     ALIGNED: tl.constexpr,  # common divisor of D and the row stride
     BLOCK_D: tl.constexpr,
-    SKIP: tl.constexpr,  # whether to branch around dropped slots, for when most are dropped
+    SKIP: tl.constexpr,  # whether to branch around dropped slots; True if there are fewer rows than slots
 ):
     """One program writes out[t, d:d + BLOCK_D], the weighted sum of the token's rows. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)

@@ -1,9 +1,9 @@
 """A stable sort of the slots by expert, deterministic because it uses no atomics.
 
 Many slots are sorted by counting, in three launches for any T, K and E. The first launch counts each expert's slots in
-each block of slots. The second launch sums each expert's counts over the blocks before each block. The third launch
-sorts each block of slots and writes the slots' rows. Up to 1024 slots take one launch, which compares all pairs of
-slots.
+each block of slots. For each block, the second launch sums each expert's counts over all earlier blocks. The third
+launch sorts each block of slots and writes the slots' rows. Up to 1024 slots take one launch, which compares all pairs
+of slots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's tiles
 
 _FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
-_RANKED = 32  # slots whose rows one program finds by comparing slots
+_RANKED = 32  # slots per program in the launch that compares all pairs of slots
 _COMPARED = slots_compared_at_once
 _ALIGNED_INTEGERS = 4  # int32 numbers in 16 bytes, the alignment for which Triton specialises kernels
 
@@ -70,7 +70,7 @@ def sort_by_expert(
         return reference.sort_by_expert(topk_experts, num_experts, block_rows=block_rows, max_rows=max_rows)
     check_num_experts(num_experts)
     results = _sort_op(topk_experts.contiguous(), num_experts, block_rows)
-    # Compiled code runs for any number of tokens, so it applies the bound unconditionally.
+    # Compiled code must fit any number of tokens, so compiled code applies the bound even if no row exceeds it.
     if max_rows is not None and (torch.compiler.is_compiling() or max_rows < topk_experts.numel()):
         results = _bound_op(*results[:3], max_rows, block_rows)
     offsets, slot_to_row, row_to_token, *table = results
@@ -255,7 +255,7 @@ def _rank_kernel(
     else:
         slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots count as expert E. Lanes of `value` past the last slot are E + 1, so that they precede no slot.
+        # Dropped slots count as expert E. Lanes of `value` past the last slot hold E + 1, after all slots.
         kept = (expert >= 0) & (expert < E)
         expert = tl.where(kept, expert, E)
         row = tl.zeros((RANKED,), tl.int32)

@@ -66,7 +66,7 @@ def decode_mxfp4(
     power, 2 ** 128, does not fit float32."""
     codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
     table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
-    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # embedding needs no int64 indices
+    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # unlike indexing, takes int32 indices as they are
     return numbers.mul_(decode_scales(scales, halved=True).unsqueeze(-1)).flatten(-2)
 
 

@@ -72,8 +72,8 @@ def _check_block(op: str, format: WeightFormat) -> None:
 
 
 def scales_shape(format: WeightFormat, shape: torch.Size) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight [E, out, in]. NF4 has one axis: a scale per block of the flattened
-    weight."""
+    """Return the shape of the scales of a weight [E, out, in]. The scales of NF4 have one axis: one scale per block of
+    the flattened weight."""
     rows, columns = format.block
     num_experts, size_out, size_in = shape
     if format.name == "nf4":

@@ -30,7 +30,7 @@ def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
 
 
 def packed_width(num_columns: int) -> int:
-    """Return the bytes of a packed row: e4m3 numbers, then float32 scales, padded to a multiple of 8 bytes."""
+    """Return the number of bytes of a packed row: e4m3 numbers, then float32 scales padded to a multiple of 8 bytes."""
     return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
 
 

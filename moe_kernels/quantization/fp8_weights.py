@@ -23,7 +23,7 @@ from .kernels import INTERPRET
 
 
 class Forms(NamedTuple):
-    """A quantised weight and its transpose. The fields have the order of `ScaledForms`. None means not requested."""
+    """A quantised weight and its transpose, in the order of fields in `ScaledForms`. A field not requested is None."""
 
     values: Tensor | None = None  # [E, out, in] e4m3
     scales: Tensor | None = None  # [E, out / 128, in / 128] float32; quotients here and below are rounded up
@@ -52,7 +52,7 @@ def launch_quantize_weight(
 
 
 def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
-    """Return memory for the checksums of a weight."""
+    """Return uninitialised memory for the checksums of a weight."""
     return weight.new_empty(_num_blocks(weight), dtype=torch.int64)
 
 
@@ -141,7 +141,7 @@ def _quantize_weight_kernel(
     block = tl.program_id(0)
     block_in, block_out = block % NUM_IN, block // NUM_IN % NUM_OUT
     expert = (block // (NUM_IN * NUM_OUT)).to(tl.int64)
-    o, i = tl.arange(0, 128), tl.arange(0, 128)  # offsets inside the block fit int32
+    o, i = tl.arange(0, 128), tl.arange(0, 128)  # int32 suffices for offsets inside a block
     first_out, first_in = (block_out * 128).to(tl.int64), (block_in * 128).to(tl.int64)
     is_out, is_in = first_out + o < OUT, first_in + i < IN
     weight_ptr += expert * weight_strides[0] + first_out * weight_strides[1] + first_in * weight_strides[2]
@@ -161,11 +161,11 @@ def _quantize_weight_kernel(
             tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
             tl.store(scales_ptr + block, scale)
         if turned_values_ptr is not None:
-            # Transpose quantised values: Triton transposes through shared memory, where bytes take the least space.
+            # Transpose the values after quantisation, not before. Bytes take less shared memory in `tl.trans`.
             turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
             turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
             tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
         if checksums_ptr is not None:
-            # Write the checksum last: all warps have read the old checksum before the barrier in `largest_size`.
+            # Write the new checksum after the barrier in `largest_size`, before which all warps read the old checksum.
             tl.store(checksums_ptr + block, checksum)

@@ -98,7 +98,7 @@ def _code(codes_ptr, nibble):
 
 @triton.jit
 def _spread(scale, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr):
-    """Repeat each scale for all elements of its block, [BLOCK_OUT, BLOCK_IN]."""
+    """Return a tile [BLOCK_OUT, BLOCK_IN] that holds, for each element, the scale of the element's block."""
     ROWS: tl.constexpr = scale.shape[0]
     COLUMNS: tl.constexpr = scale.shape[1]
     by_block = scale.reshape(ROWS, 1, COLUMNS, 1)
@@ -159,7 +159,7 @@ def decode_tile(
     first_in,  # a multiple of BLOCK_IN
     OUT: tl.constexpr,
     IN: tl.constexpr,
-    FORM: tl.constexpr,  # from `form_of`
+    FORM: tl.constexpr,  # format, block sizes and decoding of scales, from `form_of`
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -286,7 +286,7 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  #
 def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return the tensors that `decode_tile` takes as pointers."""
     values = weight.values if weight.values.dtype == torch.int8 else weight.values.view(torch.uint8)
-    # The interpreter supports neither e8m0 nor every bfloat16 number.
+    # Pass e8m0 and bfloat16 as bits: Triton's interpreter supports neither e8m0 nor every bfloat16 number.
     as_bits = {torch.float8_e8m0fnu: torch.uint8, torch.bfloat16: torch.int16}.get(weight.scales.dtype)
     scales = weight.scales if as_bits is None else weight.scales.view(as_bits)
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
@@ -299,5 +299,5 @@ _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return (name, block, nested block or 0, decoding of scales or None) as one compile-time value."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
-    block = rows, columns or max(next_power_of_2(size_in), 256)  # columns 0: a block covers the row
+    block = rows, columns or max(next_power_of_2(size_in), 256)  # 0 columns: a block covers the whole row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

@@ -83,7 +83,7 @@ def _mxfp4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 def _nf4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
     codes = torch.tensor(_NF4, device=weight.device)
     nibbles, scales = _nearest(weight.flatten(), codes, format.block[1])
-    nibbles = functional.pad(nibbles, (0, len(nibbles) % 2), value=7)  # the code 7 is 0.0
+    nibbles = functional.pad(nibbles, (0, len(nibbles) % 2), value=7)  # pads with code 7, the number 0.0
     values = (nibbles[0::2] << 4) | nibbles[1::2]
     if format.nested_block is None:
         return QuantizedWeight(values, scales, format, weight.shape, codes)

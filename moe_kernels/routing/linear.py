@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
 The functions run inside registered ops, because Inductor would compile a GEMM in its graph a second time for small
-numbers of tokens. For a 16-bit router, kernels also add a bias and an addend, and round, in the same pass. A kernel
-launch takes a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
+numbers of tokens. For a 16-bit router, the GEMM kernels also add a bias and an addend, and round. A kernel launch takes
+a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..runtime.dispatch import kernel_obstacle, once_per_form
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
 
-_BUSY = 64  # programs that keep most SMs of a large GPU busy
+_BUSY = 64  # number of programs that keeps most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # tile of the weight's gradient
 _SUMMED = 512  # values per program: 4 per thread, so that threads store 16-bit results without exchanging data
 

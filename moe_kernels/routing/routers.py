@@ -79,13 +79,14 @@ def linear_routing(
     batch_invariant: bool = False,
     implementation: str | None = None,
 ) -> Routing:
-    """Compute float32 logits `tokens @ w_router.T + logit_bias`, and choose and weigh experts as `topk_routing` does.
+    """Compute float32 logits `tokens @ w_router.T + logit_bias`, then choose and weigh each token's `top_k` experts.
 
-    With "triton", the function is one autograd node, except for specs with a `logit_softcap`, SparseMixer or a norm
-    other than the sum. The node saves the tokens and the choice of experts, and recomputes logits that backward needs.
-    No [T, E] tensor is saved. The gradient of the logits is float32. If `w_router` is 16-bit, the node may round this
-    gradient to a sum of two 16-bit numbers. Both GEMMs that read the gradient accumulate in float32. Deterministic.
-    Differentiable in `tokens`, `w_router` and `logit_bias`, through weights and logits.
+    Experts and weights are those that `topk_routing` gives for these logits. With "triton", the function is one
+    autograd node, except for specs with a `logit_softcap`, SparseMixer or a norm other than the sum. The node saves the
+    tokens and the choice of experts, and recomputes logits that backward needs. No [T, E] tensor is saved. The gradient
+    of the logits is float32. If `w_router` is 16-bit, the node may round this gradient to a sum of two 16-bit numbers.
+    Both GEMMs that read the gradient accumulate in float32. Deterministic. Differentiable in `tokens`, `w_router` and
+    `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
     topk_weights [T, K] float32, logits [T, E] float32.
@@ -127,7 +128,8 @@ def linear_routing(
 
 
 def is_one_op(spec: RouterSpec) -> bool:
-    """Return whether a kernel reads the logits of the linear map directly, so that one op does all the routing."""
+    """Return whether one op computes the logits, the choice and the weights. The op supports no softcap, no SparseMixer
+    and no norm other than the sum."""
     return spec.logit_softcap is None and _in_kernel(spec)
 
 
@@ -140,7 +142,7 @@ def linear_router(
     selection_bias: Tensor | None = None,  # [E]
     batch_invariant: bool = False,
 ) -> LinearRouter:
-    """Return the operands of `linear_routing_op`. Arguments are not checked."""
+    """Return the router that `linear_routing_op` takes. The arguments are not checked."""
     is_softmax = spec.is_softmax_of_logits and logit_bias is None
     settings = score_settings(spec)
     return LinearRouter(w_router, logit_bias, selection_bias, top_k, is_softmax, batch_invariant, settings)

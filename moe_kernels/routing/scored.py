@@ -174,7 +174,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# The key of an expert that does not exist. It is below the key of -inf.
+# A key below all others, even that of -inf. It marks padding without an expert, and keys to ignore.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 
@@ -337,7 +337,7 @@ def _scored_routing_backward_kernel(
         dscores = tl.where(is_winner, dweight[:, None], dscores)
         chosen_scores = tl.where(is_winner, scores, chosen_scores)
     if NORMALIZE:
-        # w = s / n with n = sum of s + epsilon, so ds = (dw - sum(dw * s) / n) / n. A clamped n is a constant.
+        # w = s / n with n = sum of s + epsilon, so ds = (dw - sum(dw * s) / n) / n. If n is clamped, ds = dw / n.
         norm = tl.sum(chosen_scores, 1) + norm_epsilon
         is_clamped = norm < norm_minimum
         norm = tl.where(is_clamped, norm_minimum, norm)[:, None]

@@ -3,7 +3,7 @@
     softmax, then top-k, then renormalise  =  top-k, then softmax:  w = softmax(chosen logits)     (normalize=True)
     softmax, then top-k:                                            w = softmax(all logits)[chosen] (normalize=False)
 
-The softmax keeps the order of the logits. Choosing experts by logit is exact and avoids the rounding of exponentials.
+The softmax keeps the order of the logits. Experts are therefore chosen by logit, without the rounding of exponentials.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def topk_backward_op(
     """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
 
     high + low approximates the float32 value. The relative error is at most the square of the 16-bit relative rounding
-    error. A 16-bit GEMM with float32 accumulation costs twice as much for both halves as for one half.
+    error. The router's 16-bit GEMM with both halves accumulates in float32 and costs twice as much as with `high` only.
     """
     num_tokens, top_k = topk_experts.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
@@ -144,7 +144,7 @@ def topk_backward_op(
             (0, 0) if logits is None else logits.stride(),
             dlogits_direct,
             (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
-            topk_experts.contiguous(),  # hooks of saved tensors may have changed strides
+            topk_experts.contiguous(),  # saved-tensor hooks may have changed strides
             topk_weights.contiguous(),
             dweights.contiguous(),
             dlogits,
@@ -184,8 +184,8 @@ def _topk_backward_kernel(
     E_P2: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)), with p the softmax over the chosen experts
-    or all experts. Grid: (cdiv(T, BLOCK_T),)."""
+    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)). p is the softmax over the chosen experts or
+    over all experts. Grid: (cdiv(T, BLOCK_T),)."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = t < num_tokens
     expert = tl.arange(0, E_P2)

@@ -21,10 +21,10 @@ class RoutedForward(NamedTuple):
     """The tensors of one forward from which its routing statistics are computed."""
 
     logits: Tensor  # [T, E]
-    keys: Tensor  # [T, E], by which the router ranks experts
+    keys: Tensor  # [T, E], the values by which the router ranks experts
     choices: Tensor  # [T, K] integers; negative means no expert
-    kept: Tensor | None  # [T, K] integers: the choices within capacities; None if all choices are
-    token_mask: Tensor | None  # [T] bool: False for padding, which only the count of tokens with padding includes
+    kept: Tensor | None  # [T, K] integers: the choices within capacities; None if no choice exceeds a capacity
+    token_mask: Tensor | None  # [T] bool: False for padding, left out of all statistics except "tokens with padding"
     aux_loss: Tensor | None  # scalar
 
 
@@ -37,11 +37,11 @@ def add_routing_statistics(
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
-    padding rows. Padding rows fill the last tile of each of the first `num_experts` experts, which have parameters.
-    `sums` holds the sums of the softmax's entropies, of the margins, of the calls' excesses and of the losses. The
-    number of losses and the smallest margin follow. A call's excess is the largest number of choices of an expert,
-    divided by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key
-    of its other experts. Equal keys have margin zero.
+    padding rows. Padding rows fill the last tile of each expert with parameters, which are the first `num_experts`.
+    `sums` holds four sums, over the softmax's entropies, the margins, the calls' excesses and the losses. The number of
+    losses and the smallest margin follow. A call's excess is the largest number of choices of an expert, divided by the
+    mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its other
+    experts. Equal keys have margin zero.
 
     Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
     checked.
@@ -107,7 +107,7 @@ def _partial_statistics_kernel(
     choices_ptr,  # [T, K] contiguous
     kept_ptr,  # [T, K] contiguous, or None
     token_mask_ptr,  # [T] bytes, or None
-    counts_ptr,  # [P, 1, E] int32: choices; [P, 2, E] with kept choices after them
+    counts_ptr,  # [P, 1, E] int32: all choices; [P, 2, E]: all choices, then kept choices
     sums_ptr,  # [P, 4] float64: entropies, margins, smallest margin, tokens
     num_tokens,
     E: tl.constexpr,
@@ -115,7 +115,7 @@ def _partial_statistics_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program writes counts[p] and sums[p] of every P-th block of BLOCK_T tokens. Grid: (P,)."""
+    """Program p writes counts[p] and sums[p] over every P-th block of BLOCK_T tokens, from block p on. Grid: (P,)."""
     p = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     chosen = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]
@@ -177,8 +177,8 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. Both terms of the sum are at least 0, so small entropies
-    stay precise."""
+    """Return the entropy of each token's softmax, in nats. It is the sum of two terms of at least 0, so nothing cancels
+    in small entropies."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)
@@ -187,7 +187,7 @@ def _entropy(
 
 @triton.jit(do_not_specialize=["num_partials", "num_tokens"])
 def _add_statistics_kernel(
-    part_counts_ptr,  # [P, NUM_COUNTS, E] int32: choices, and kept choices unless all are kept
+    part_counts_ptr,  # [P, NUM_COUNTS, E] int32: all choices, then kept choices if NUM_COUNTS is 2
     part_sums_ptr,  # [P, 4] float64
     aux_loss_ptr,  # scalar, or None
     counts_ptr,  # [2E + 4] int64
@@ -201,7 +201,7 @@ def _add_statistics_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program adds the parts to counts and sums. Grid: (1,)."""
+    """One program adds the partial statistics of all P programs to counts and sums. Grid: (1,)."""
     e = tl.arange(0, BLOCK_E)
     chosen = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]
     kept = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]

@@ -1,6 +1,6 @@
 """Decides before each op runs whether its operands are checked, and which implementation computes the op.
 
-All ops follow the same rule. If a requested implementation cannot run, the op raises.
+If a requested implementation cannot run, every op raises. No op then runs the other implementation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IMPLEMENTATIONS = ("triton", "reference")
 # Dtypes that the Triton kernels compute in. bfloat16 is left out in the interpreter, which adds bfloat16 as integers.
 KERNEL_DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
-FLOAT8 = torch.float8_e4m3fn  # only the GEMM kernels support it
+FLOAT8 = torch.float8_e4m3fn  # only GEMM kernels support float8
 FLOAT8_CC = 89  # compute capability of the first GPUs that multiply float8
 
 Result = TypeVar("Result")

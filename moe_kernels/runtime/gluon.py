@@ -1,4 +1,4 @@
-"""Compatibility with the Gluon of Triton 3.6 to 3.9: whether this machine can use Gluon, and the names of each version.
+"""Compatibility with the Gluon of Triton 3.6 to 3.9: whether Gluon can run here, and names that differ by version.
 
 The warp-specialised Hopper kernels are written in Gluon, Triton's low-level kernel language. Gluon changes with every
 Triton version. This file holds all version-dependent code of these kernels, except the launch API in `launch.py`.
@@ -17,7 +17,7 @@ REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
 
 
 def version_obstacle(version: tuple[int, ...] | None) -> str | None:
-    """Return why the kernels do not support this version's Gluon, or None if they do."""
+    """Return why the kernels do not support the Gluon of this Triton version, or None if they do."""
     if version is None:
         return "Triton is not installed"
     if not OLDEST <= version[:2] <= NEWEST:
@@ -53,8 +53,8 @@ if OBSTACLE is None:
 
 
 def slower_kernels(cc: int) -> str | None:
-    """Return why a GPU of this compute capability runs without its warp-specialised kernels, or None if it has no such
-    kernels or can run them."""
+    """Return why a Hopper GPU (cc 90) runs without the warp-specialised kernels. Return None if these kernels can run,
+    and for all other GPUs, which have no such kernels."""
     if OBSTACLE is None or cc != 90:
         return None
     return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
@@ -70,7 +70,7 @@ def warn_if_slower(cc: int) -> None:
 def registers(gather: bool, pieces: int) -> dict[str, int]:
     """Return the registers per thread of the producer and one consumer. The other consumer gets the rest of 504.
 
-    The numbers avoid spills. With Triton 3.8 and 3.9, the numbers avoid spills only inside a step of the reduction.
+    The numbers avoid all spills with Triton 3.6 and 3.7, and only spills inside a reduction step with 3.8 and 3.9.
 
     Args:
         pieces: number of parts in which an activation is computed; 0 without an activation.
@@ -85,15 +85,17 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 
 def scaled_registers(gather: bool) -> dict[str, int]:
-    """Return what `registers` returns, for the kernel with block scales. Its consumers must have at most 224 registers.
+    """Return the registers per thread of the producer and one consumer, for the kernel with block scales.
 
-    With more registers, ptxas computes both halves of a tile at once and spills in every step of the reduction.
+    Its consumers must have at most 224. With more registers, ptxas computes both halves of a tile at once and spills in
+    every step of the reduction.
     """
     return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
 
 
 def gradient_registers(gather: bool) -> dict[str, int]:
-    """Return what `registers` returns, for the kernel that computes an activation's gradient in tiles of half width."""
+    """Return the registers per thread of the producer and one consumer, for the kernel that computes an activation's
+    gradient in tiles of half width."""
     return {"PRODUCER_REGISTERS": 72 if gather else 32, "CONSUMER_REGISTERS": 216 if gather else 240}
 
 

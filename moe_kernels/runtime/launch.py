@@ -95,7 +95,7 @@ def run_launch(
         scratch: memory for descriptors; allocated if it is None or too small.
     """
     if operand.is_cuda:
-        ensure_context(operand.get_device())  # loading an artifact's kernel needs a context, too
+        ensure_context(operand.get_device())  # needed to load an artifact's kernel and to launch
     if artifact is None or artifact.compiled is None:
         ready = None if INTERPRET else _ready.get(static_properties(launch))
     else:
@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # whether a `Replayed` runs its function; ops inside are not replayed themselves
+        self.is_in_function = False  # True while a `Replayed` runs its function: ops inside are not replayed separately
 
 
 launching = _Thread()  # state of the current thread
@@ -180,7 +180,7 @@ def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
-        if compiled is not None and _is_on_gpu(launch):  # false if compiled for another target
+        if compiled is not None and _is_on_gpu(launch):  # cache only kernels for this machine's GPU
             _ready[static_properties(launch)] = _make_ready(launch, compiled)
         return compiled
     compiled, run, kernel, constants, _, device = ready
@@ -202,7 +202,7 @@ def _make_ready(launch: Launch, compiled: Any) -> Ready:
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
-    run = compiled.run  # the first access loads the kernel
+    run = compiled.run  # the first access to `run` loads the kernel onto the GPU
     kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: no hooks
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, device)
 

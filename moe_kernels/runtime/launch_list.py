@@ -53,7 +53,7 @@ class LaunchList:
         self._list = _Parameters(places, born, device).make_list(launches, scratch)
 
     def run(self, memory: list[Any]) -> None:
-        """Launch on the tensors in `memory`."""
+        """Launch all kernels on the tensors in `memory`."""
         device = self._device
         ensure_context(device)
         self._run(self._list, memory, self._stream(device))
@@ -98,7 +98,7 @@ class _Parameters:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the tensor
-        self._maps: list[tuple[int, int, int]] = []  # like _pointers, for the CUtensorMaps of TMA descriptors
+        self._maps: list[tuple[int, int, int]] = []  # the same three for the CUtensorMaps of TMA descriptors
         self._bases: dict[int, int] = {}  # index in the list that `run` gets -> index in `_bases`
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
@@ -208,7 +208,7 @@ def _pack(kind: str, numbers: Any) -> bytes:
 
 
 def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
-    """Return the integers that `make_list` takes for a kernel."""
+    """Return a launch as integers for `make_list`: kernel, grid, attributes, index of the kernel's first parameter."""
     compiled, metadata = step.compiled, step.compiled.metadata
     num_warps, num_ctas, shared = compiled.packed_metadata[:3]
     attributes = [bool(getattr(metadata, name, False)) for name in ("launch_cooperative_grid", "launch_pdl")]

@@ -59,7 +59,7 @@ class Places(NamedTuple):
     places: tuple[int, ...]
     read: Callable[[Any], tuple[Tensor, ...]]  # function from a sequence of such values to the tensors
     others: tuple[int, ...]  # positions of the values that are neither tensors nor None
-    read_others: Callable[[Any], tuple[Any, ...]]  # function from a sequence of such values to the others
+    read_others: Callable[[Any], tuple[Any, ...]]  # function from a sequence of such values to those at `others`
     num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
@@ -130,7 +130,8 @@ class PackedSignature:
         """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves.
 
         Args:
-            absent: an expression that is true if a NamedTuple that contains `path` is None; empty if none can be None.
+            absent: an expression that is true if the value does not exist, because a NamedTuple around it is None.
+                Empty if no NamedTuple around it can be None.
         """
         if kind in (Weight, QuantizedWeight):
             assert not absent, name

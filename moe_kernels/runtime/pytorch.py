@@ -63,10 +63,11 @@ def num_differentiations() -> int:
     return sum(interpreter.key() in (kinds.Grad, kinds.Jvp) for interpreter in stack)
 
 
-# Returns the number of modes that see every operation.
+# Returns the number of active dispatch modes. A dispatch mode sees every op.
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# Hides ops from all modes, as inside a registered op. PyTorch's `no_dispatch` does the same and takes 1 us longer.
+# Hides ops from all dispatch modes. Modes do not see the ops inside a registered op either. PyTorch's `no_dispatch`
+# does the same as this context and takes 1 us longer.
 unseen_by_modes = torch._C._DisableTorchDispatch
 
 # Hides ops from autocast on all devices. `torch.autocast(device_type, enabled=False)` takes several times as long.
@@ -77,7 +78,7 @@ unseen_by_autocast = torch._C._DisableAutocast
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
 # `fp32_precision("cuda", "matmul")` returns `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time.
-# Every launch calls this function. `torch.get_float32_matmul_precision` raises once the new setting has been used.
+# Every launch calls this function. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
 fp32_precision = torch._C._get_fp32_precision_getter
 
 
@@ -91,8 +92,8 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-# Returns whether the backward that runs in this thread executes an autograd node. Raises RuntimeError for the node of a
-# leaf whose gradient `torch.autograd.grad` returns.
+# Returns whether the backward that runs in this thread will execute a given autograd node. Raises RuntimeError for the
+# node of a leaf whose gradient `torch.autograd.grad` returns.
 will_run = torch._C._will_engine_execute_node
 
 

@@ -3,8 +3,8 @@ of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
 in one block, where temporaries with separate lifetimes share bytes. The block is freed at the end of a run. If the
-block would exceed 32 MiB, temporaries above 1 MiB are allocated separately. Each is allocated before the first launch
-that uses it and freed after the last launch that uses it, as in the function.
+block would exceed 32 MiB, temporaries above 1 MiB are allocated separately. Each such temporary is allocated before the
+first launch that uses it and freed after the last launch that uses it, as in the function.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from .launch_list import LaunchList, scratch_bytes
 from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
-_ALIGNMENT = 512  # bytes, as in PyTorch's caching allocator, so addresses are aligned as in the recorded launches
-_MOST_BLOCK_BYTES = 32 << 20  # if a block of all temporaries were larger, large temporaries stay out of the block
-_MOST_SMALL_BYTES = 1 << 20  # smaller temporaries always share the block; other small memories may be freed late
+_ALIGNMENT = 512  # bytes; alignment of PyTorch's caching allocator, on which recorded launches rely
+_MOST_BLOCK_BYTES = 32 << 20  # if all temporaries need more, those above 1 MiB are allocated separately
+# Temporaries up to this size always share the block. Memories up to this size outside the block may stay allocated for
+# some steps after their last use.
+_MOST_SMALL_BYTES = 1 << 20
 
 
 class _Segment(NamedTuple):
     """A range of steps during which no memory is allocated or freed."""
 
-    allocations: tuple[tuple[int, Form], ...]  # place in `memory`, and form of the allocation
+    allocations: tuple[tuple[int, Form], ...]  # index in `memory`, and form of the allocation
     run: Callable[[list[Any]], None]
-    dead: tuple[int, ...]  # places of the memories freed afterwards
+    dead: tuple[int, ...]  # indices in `memory` of the tensors that are freed after the segment
 
 
 class Record:
@@ -55,8 +57,8 @@ class Record:
         """Repeat the recording and return its outputs.
 
         Args:
-            memory: the inputs. This call appends the memories that it allocates. With `frees_inputs` it replaces each
-                input by None after its last use.
+            memory: the inputs. This call appends the memories that it allocates. With `frees_inputs`, it replaces
+                each input, except parameters and outputs, by None after the input's last use.
         """
         memory += self._others
         device = self._device
@@ -174,7 +176,7 @@ class _Plan:
     def _segments(
         self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int]
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
-        """Return (first step, step after the last, allocations, places freed afterwards) of each segment."""
+        """Return (first step, step after the last, allocations, indices of memories to free afterwards) per segment."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
         cuts = {0}
         for at, step in enumerate(steps):

@@ -101,12 +101,12 @@ class Memory:
 
     made_by: str
     address: int
-    form: Form  # the tensor as it was allocated
+    form: Form  # shape, strides and dtype at allocation
     num_bytes: int  # size of the storage
-    storage: StorageWeakRef  # weak: `cdata` stays unique, but the bytes can be freed
+    storage: StorageWeakRef  # weak: the bytes can be freed, but the storage's id `cdata` stays unique
     steps: list[int] = field(default_factory=list)  # the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
-    is_parameter: bool = False  # whether the memory is a parameter's and stays allocated anyway
+    is_parameter: bool = False  # a parameter's memory stays allocated, so replays do not free it
 
 
 def _is_on(device: torch.device, arguments: Any) -> bool:
@@ -134,7 +134,8 @@ class Recording(TorchDispatchMode):
         with observing_launches(self._observe), self:
             result = function(*args)
         if not any(isinstance(step, RecordedLaunch) for step in self.steps):
-            # Refuse functions without launches, such as the reference. Dispatch modes miss that `tolist` reads values.
+            # Refuse functions without launches, such as the reference, because they may read values by `tolist`. A
+            # dispatch mode does not see `tolist`.
             self.obstacle = self.obstacle or "launches no kernel"
         return result
 

@@ -89,7 +89,8 @@ class Op:
         self._backward: Callable[..., Any] | None = None
         self._setup_context: Callable[..., None] | None = None
         _LIBRARY.define(name + signature.schema, tags=(torch.Tag.pt2_compliant_tag,))
-        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))  # takes no bound method
+        # `disable_dynamo` takes no bound method.
+        self._below = disable_dynamo(lambda *arguments: self._below_autograd(*arguments))
         _LIBRARY.impl(name, self._below, "CompositeExplicitAutograd")
         self.overload = getattr(torch.ops.moe_kernels, name).default
         self._node = type(
@@ -122,7 +123,7 @@ class Op:
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
-        # No other dispatch key applies here. Calling the dispatcher's target directly saves one pass of the dispatcher.
+        # No dispatch key above autograd applies here. Calling autograd without the dispatcher saves one of its passes.
         call = Call(args, leaves, places, tensors, others, None, places.are_plain and is_unseen(tensors))
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             return self._differentiable(call)
@@ -272,7 +273,7 @@ def check_tangents(op: str, values: Sequence[Any]) -> None:
 
 
 def check_transforms(op: str, values: Sequence[Any]) -> None:
-    """Raise NotImplementedError if torch.func differentiates a value: `autograd.Function`'s own error is less clear."""
+    """Raise NotImplementedError if torch.func differentiates a value. PyTorch's own error is less clear."""
     if torch._C._are_functorch_transforms_active():
         for value in values:
             if isinstance(value, Tensor) and torch._C._functorch.is_gradtrackingtensor(value):  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs

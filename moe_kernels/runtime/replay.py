@@ -39,7 +39,7 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # turns outputs into a result; None: outputs[0]
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result of outputs; None: outputs[0]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
@@ -86,8 +86,8 @@ class Replayed:
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
-        """With `frees_operands`, a replay drops each operand after its last use. The operand's memory is then free,
-        unless other references exist."""
+        """With `frees_operands`, a replay drops each operand, except parameters and outputs, after its last use. The
+        operand's memory is then free, unless other references exist."""
         self.name = name
         self._frees_operands = frees_operands
         self._forms: dict[Any, list[Form]] = {}
@@ -162,7 +162,7 @@ class Replayed:
         form = Form(tensors)
         with self._lock:
             if self._num_forms >= _MOST_FORMS:
-                self._num_forms -= len(self._forms.pop(next(iter(self._forms))))  # oldest key
+                self._num_forms -= len(self._forms.pop(next(iter(self._forms))))  # forget the forms of the oldest key
             self._forms[key] = [*self._forms.get(key, ()), form]
             self._num_forms += 1
         return form
@@ -178,7 +178,8 @@ class Replayed:
 
 
 def _sees_launches(device: int) -> bool:
-    """Return whether functions must run: something observes their launches, or the device has no kernels."""
+    """Return whether functions must run instead of replaying records, because something observes their launches or
+    allocations or the device has no kernels."""
     if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
         return True
     is_deterministic = torch._C._get_deterministic_algorithms()

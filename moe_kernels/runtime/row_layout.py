@@ -9,7 +9,7 @@ from torch import Tensor
 
 LINE_BYTES = 128  # a cache line; TMA reads a row in pieces of this size
 _LEAST_BYTES = 1024  # shorter rows are not padded: padding could add more than an eighth to their memory
-_COPIED_BYTES = 16  # TMA reads only rows that start at multiples of this number
+_COPIED_BYTES = 16  # TMA reads only rows that start at multiples of this number of bytes
 _MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
 
 
@@ -33,8 +33,8 @@ def has_aligned_rows(matrices: Tensor) -> bool:  # [E, M, N]
 
 
 def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N]
-    """Return uninitialised matrices of the same shape and contiguous axis. Contiguous rows or columns start at
-    multiples of 128 bytes."""
+    """Return uninitialised matrices with the same shape and the same contiguous axis. Contiguous rows or columns start
+    at multiples of 128 bytes."""
     if matrices.stride(2) != 1 and matrices.stride(1) == 1:
         return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
     num_matrices, num_rows, num_columns = matrices.shape

@@ -72,11 +72,10 @@ slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7
 
 
 def cdiv(x: int, y: int) -> int:
-    """Return the value of `triton.cdiv(x, y)`. Triton's function takes microseconds on the host, because kernels can
-    also call it."""
+    """Return x / y, rounded up. `triton.cdiv` takes microseconds on the host, because kernels can also call it."""
     return -(-x // y)
 
 
 def next_power_of_2(n: int) -> int:
-    """Return `triton.next_power_of_2(n)` for n >= 0."""
+    """Return the smallest power of two that is at least n, or 0 for n = 0, as `triton.next_power_of_2` does."""
     return 1 << (n - 1).bit_length() if n > 0 else 0

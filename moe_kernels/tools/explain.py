@@ -60,7 +60,7 @@ _COPIES = {"up": "tokens_forward", "down_dgrad": "dout", "up_wgrad": "tokens_bac
 
 def find_target(cc: int | None, gpu: str | None) -> tuple[Target, bool]:
     """Return the GPU to select kernels for, and whether this machine can run them. The second value is False if `cc` or
-    `gpu` is given, or without a GPU or Triton."""
+    `gpu` is given, or if this machine has no GPU or no Triton."""
     if torch.cuda.is_available() and HAS_TRITON and cc is None and gpu is None:
         device = torch.device("cuda", torch.cuda.current_device())
         return Target(device_cc(device), torch.cuda.get_device_name(device), selection.table_for(device)), True

@@ -44,7 +44,7 @@ def parse_layer(text: str) -> Case:
 class Step(NamedTuple):
     """A GEMM of the layer."""
 
-    name: str  # one of `TRAINED`, such as "up"
+    name: str  # name of the GEMM, one of `TRAINED`, such as "up"
     args: Arguments
     kernel: Kernel | None  # None: no kernel supports the arguments
 
@@ -73,11 +73,12 @@ class Layer(NamedTuple):
     def plan(self, target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True) -> list[Step]:
         """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights get no gradients.
 
-        If no kernel computes the activation in its epilogue, two steps "up" are returned, the first without a kernel.
+        If no kernel computes the activation in its epilogue, the list has two steps "up": the attempt with this
+        epilogue, whose `kernel` is None, and the GEMM without it.
 
         Args:
             target: a GPU to select kernels for; tensors may then be meta tensors. None, the default: the tensors' GPU.
-            copies: which gathers are separate copies. None, the default, lets the op choose.
+            copies: which gathers run as separate copies instead of in the GEMM. Default None: the op chooses.
             fuses: whether a GEMM may have an activation in its epilogue; True by default.
         """
         weights, names = ExpertWeights(self.w_up, self.w_down), list(TRAINED)

@@ -111,7 +111,7 @@ def _error(key: str, name: str, device: torch.device | str) -> str | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """Return the kernel of this name, or None. Also find kernels with an epilogue that the catalog does not list."""
+    """Return the kernel of this name, or None. The name may have another epilogue than the kernel in the catalog."""
     for kernel in get_kernels():
         if kernel.metadata.kernel_name == name:
             return kernel

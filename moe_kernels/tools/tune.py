@@ -112,8 +112,8 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; the call also pins the entry's kernel
-    measure: Callable[[], Table]  # makes a table of this entry alone; an empty table if no kernel fits
+    is_known: Callable[[Table], bool]  # whether the table has the entry; if so, also selects its kernel in this process
+    measure: Callable[[], Table]  # makes a table with only this entry; an empty table if no kernel fits
 
 
 class Job(NamedTuple):
@@ -178,7 +178,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer: measure the kernels of its GEMMs, then which gathers are faster as copies."""
+    """Return the job of one layer. It measures its GEMMs' kernels, then which gathers are faster as separate copies."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -215,7 +215,7 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return, for each value of `Copies`, a function that runs the op and its backward."""
+    """Return, for each choice of gathers that run as separate copies, a function that runs the op and its backward."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)
@@ -229,7 +229,7 @@ def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
 
 
 def fastest_copies(layer: Layer) -> Copies:
-    """Return the value of `Copies` for which the op and its backward are fastest."""
+    """Return the choice of gathers as separate copies with which the op and its backward are fastest."""
     steps = copies_steps(layer)
     times = measure({copies_name(copies): step for copies, step in steps.items()})
     _print("copies", times)
@@ -296,5 +296,5 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
                         return False
                     table = table.merged(entry.measure())
                     measurements.write(path, table, **fields)
-            torch.cuda.empty_cache()  # because the next operands have other sizes
+            torch.cuda.empty_cache()  # the next operands need memory blocks of other sizes
     return True

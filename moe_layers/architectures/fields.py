@@ -40,7 +40,7 @@ class ModelConfig:
         """Return the value of the first field that exists among the names.
 
         Raises:
-            ValueError: no field exists and no default is given, or its value is not an integer of at least `minimum`.
+            ValueError: no field exists and no default is given, or the value is not an integer of at least `minimum`.
         """
         name, value = self._find(names, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:

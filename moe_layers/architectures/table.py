@@ -1,7 +1,7 @@
 """Tables of the published architectures, by the `model_type` of their configuration.
 
-Every entry was checked against the module of transformers 5.24 that it describes. `REFUSED` lists the known
-architectures that are not supported, each with the reason.
+Every entry was checked against the architecture's module in transformers 5.24. `REFUSED` lists the known architectures
+that are not supported, each with the reason.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Architecture:
 # `save_checkpoint` writes OWN_MODEL_TYPE as the `model_type` of a layer that was not read from a checkpoint.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
-_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # all other fields are settings
+_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # fields that are not in `MoEConfig.to_dict()`
 
 
 class _OwnArchitecture(Architecture):
@@ -235,7 +235,7 @@ ARCHITECTURES = {
     "glm4v_moe_text": _GLM4,
     "glm_moe_dsa": _SCALED,
     "glm5_next_text": _CLAMPED,
-    # The shared expert does not clamp.
+    # HY-V4's routed experts clamp their activation, but its shared expert does not.
     **dict.fromkeys(("hy_v4", "hy_v4_vl_text"), replace(_CLAMPED, shared_activation=_gated)),
     "dots3_note_text": replace(
         _GLM4, shared=_several_shared("moe_shared_expert_intermediate_size", "shared_experts_intermediate_size")

@@ -133,8 +133,8 @@ def global_expert_counts(
     return _global_counts_op(own, accumulated_counts, "" if group is None else group.group_name)
 
 
-# Use a registered op, because a checkpointed region can save its result. A recomputation then does not communicate
-# again, and counts that were accumulated after the forward do not change the recomputed loss.
+# Use a registered op, because activation checkpointing can save the result of an op. A recomputation then does not
+# communicate again, and counts that were accumulated after the forward do not change the recomputed loss.
 @torch.library.custom_op("moe_layers::global_expert_counts", mutates_args=())
 def _global_counts_op(own: Tensor, accumulated: Tensor | None, group_name: str) -> Tensor:
     total = own.to(torch.int64, copy=True) if accumulated is None else own.to(torch.int64) + accumulated
@@ -158,7 +158,8 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
     sums the counts over `group`. Counts are integers, so that biases stay equal on all ranks. Counts are then reset to
     zero.
 
-    Forwards of a transformers model with `e_score_correction_bias` are counted once `balance_routing(model)` has run.
+    Call `balance_routing(model)` before training a transformers model with `e_score_correction_bias`. Without this
+    call, forwards of the model are not counted.
 
     Source: algorithm 1 of https://arxiv.org/abs/2408.15664.
 

@@ -72,7 +72,7 @@ def global_load_balancing_loss(
     num_tokens: int | Tensor | None = None,
     score: str = "softmax",
 ) -> Tensor:  # scalar
-    """Return `load_balancing_loss` with the shares f_e of a larger batch that includes this call.
+    """Return `load_balancing_loss` with the shares of slots (f_e) of a larger batch that includes this call.
 
     The loss is linear in the probabilities. With `num_tokens` of the larger batch, the losses of its calls add up to
     the loss of the larger batch. Without `num_tokens`, the mean over calls of equally many tokens equals the loss of
@@ -87,7 +87,8 @@ def global_load_balancing_loss(
         expert_counts: each expert's number of slots in the larger batch, from `global_expert_counts`.
 
     Raises:
-        ValueError: as for `load_balancing_loss`, or `expert_counts` has another shape or does not hold integers.
+        ValueError: the score is unknown; `num_tokens` is negative, or a tensor that is no scalar; or `expert_counts`
+            has another shape or does not hold integers.
     """
     num_experts = routing.logits.shape[1]
     if expert_counts.shape != (num_experts,) or expert_counts.is_floating_point():
@@ -103,8 +104,8 @@ def sequence_load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return the mean over sequences of `load_balancing_loss`, weighted by each sequence's share of the tokens.
 
-    The shares f_e count the experts with each token's highest scores, as many experts as the router chose. A selection
-    bias, groups, noise or an assignment do not change which scores are highest. Megatron-Core counts the same experts.
+    By default, a token counts for the experts with its highest scores, as many experts as the router chose. Selection
+    bias, groups, noise and assignments do not change these experts. Megatron-Core counts the same experts.
 
     The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
     sequences or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence
@@ -118,7 +119,8 @@ def sequence_load_balancing_loss(
         count: "scores" (default) counts the experts with the highest scores, "choices" the experts that were chosen.
 
     Raises:
-        ValueError: as for `load_balancing_loss`, the count is unknown, or `sequence_lengths` are missing or do not fit.
+        ValueError: the score or count is unknown; `num_tokens` is negative, or a tensor that is no scalar; or
+            `sequence_lengths` are missing or do not fit.
     """
     op = "sequence_load_balancing_loss"
     counted = _counted_experts(op, routing, count)
@@ -195,12 +197,12 @@ def _switch(
 
 
 def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
-    """Return the experts whose slots are counted. -1 means no expert."""
+    """Return the experts of each token that a loss counts, as `count` selects them. -1 means no expert."""
     check_choice(op, "count", count, COUNTS)
     chosen = routing.choices
     if count == "choices":
         return chosen
-    # Scores have the order of logits, so the highest logits give the experts with the highest scores.
+    # An expert's score increases with its logit. The highest logits therefore give the experts with the highest scores.
     top_k = min(chosen.shape[1], routing.logits.shape[1])
     highest = topk_routing(routing.logits.detach(), top_k, _SOFTMAX).topk_experts
     num_chosen = (chosen >= 0).sum(1, keepdim=True)

@@ -30,13 +30,14 @@ class RoutingStatistics(NamedTuple):
         dropped_per_expert: [E] int64, number of slots beyond each expert's capacity.
         dead_experts: ids of the experts that got no token; empty before the first token.
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
-        margin: a token's lowest selection key of chosen experts minus highest key of others, averaged over tokens.
-        smallest_margin: minimum over tokens; 0 is a tie. Rounding, Gumbel noise, replay or assignments can make it < 0.
-        max_violation: max / mean - 1 of the experts' slots before capacities; 0 is perfect balance.
+        margin: mean over tokens of a token's margin. The margin is the lowest selection key among the chosen experts
+            minus the highest key among the other experts.
+        smallest_margin: smallest margin of a token. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make
+            a margin negative.
+        max_violation: max / mean - 1 of the experts' numbers of slots before capacities; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
-        aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 without such
-            forwards.
+        aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 if there are none.
     """
 
     num_calls: int
@@ -117,7 +118,7 @@ class RoutingObserver:
             )
         if keys is None:
             router = self.router
-            assert isinstance(router, TopKRouter)  # attached routers pass keys
+            assert isinstance(router, TopKRouter)  # the hook of an `AttachedRouter` always passes `keys`
             keys = selection_keys(logits, router.spec, selection_bias=router.selection_bias)
         implementation, totals = self.router.implementation, (self._counts, self._sums)
         add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
@@ -126,8 +127,8 @@ class RoutingObserver:
         """Return the statistics so far, on the CPU. Synchronises with the GPU.
 
         Args:
-            group: ranks whose statistics are combined. Every rank must call this method. `num_calls` is summed, too.
-                `wasted_rows` assumes that a tile holds the tokens of one rank. Default None: this rank alone.
+            group: ranks whose statistics are combined. Every rank must call this method. `num_calls` is the sum over
+                ranks. `wasted_rows` assumes that a tile holds tokens of only one rank. Default None: only this rank.
         """
         counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]
         if group is not None:
@@ -181,7 +182,7 @@ def add_forward(
 
 
 def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int) -> None:
-    """Add the same statistics as `add_routing_statistics`, in plain PyTorch and float64, on every device."""
+    """Add a forward to the totals in plain PyTorch and float64. Works on every device, unlike the kernel."""
     logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
     is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
@@ -198,7 +199,7 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1)  # [T]
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
-    margins = torch.where(last == best, 0.0, last - best)  # [T]; 0 if both are -inf, as in excluded groups
+    margins = torch.where(last == best, 0.0, last - best)  # [T]; 0 instead of NaN if both are -inf
     # The number of slots of the most chosen expert, divided by the mean, minus 1.
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)

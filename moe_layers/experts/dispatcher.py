@@ -47,6 +47,6 @@ class LocalDispatcher:
         return ExpertRows(tokens, slots.topk_weights, permutation, permutation.offsets)
 
     def combine(self, out: Tensor, rows: ExpertRows) -> Pending:
-        """Return the experts' outputs [T, D] as `Pending`. Outputs are already in token order, so nothing is sent."""
+        """Return the complete outputs [T, D] as `Pending`. The experts have already summed each token's outputs."""
         assert rows.offsets is not None
         return Pending(rows.offsets, lambda: out)

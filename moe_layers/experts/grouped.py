@@ -37,7 +37,7 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. Computation and transfer of chunks overlap.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D] that computes a chunk while it sends others.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
@@ -116,7 +116,7 @@ class GroupedExperts(nn.Module):
             return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
 
         d_up = (1 + self.activation.gated) * d_ff
-        # `quantize_experts_` replaces each of the two weights by a `QuantizedExperts`.
+        # `quantize_experts_` replaces `w_up` and `w_down` by a `QuantizedExperts` each.
         self.w_up: nn.Parameter | QuantizedExperts = parameter(d_up, d_model)
         self.w_down: nn.Parameter | QuantizedExperts = parameter(d_model, d_ff)
         self.b_up = parameter(d_up) if bias else None
@@ -156,7 +156,7 @@ class GroupedExperts(nn.Module):
             )
         self.check_divisible("keep_local_experts")
         for name, parameter in list(self.named_parameters()):
-            if len(parameter) == num_experts:  # all other parameters are factors that the experts share
+            if len(parameter) == num_experts:  # False only for adapters' factors that all experts share
                 kept = parameter.detach()[experts.start : experts.stop].clone()
                 self.replace_parameter(name, nn.Parameter(kept, requires_grad=parameter.requires_grad))
         self.num_experts = len(experts)
@@ -225,7 +225,7 @@ class GroupedExperts(nn.Module):
         adapters: list[ActiveAdapter],
         parts: ExpertWeights,
         tokens: Tensor,  # [T, D]
-        *operands: Any,  # `parts`, converted by autocast
+        *operands: Any,  # the weights in `parts`, cast by autocast
     ) -> Tensor:  # [T, D]
         weights = ExpertWeights(*operands)
         if rows.plan is not None:

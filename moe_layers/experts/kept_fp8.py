@@ -6,9 +6,9 @@ checksums find other changes, such as `weight.data[0] = 0` or raw writes of an o
 kernel compares a checksum of every block with the stored checksum, and quantises blocks that differ. A change of
 several elements is missed with a probability of about 2**-32. See `moe_kernels.quantization.fp8_weights`.
 
-Nothing is cached in CUDA graphs, compiled code and FSDP, because changes could be missed or memory would grow with the
-model. CUDA graphs replay without this code, and FSDP gathers the weights for each forward. In these cases the op
-quantises each weight right before the GEMM that reads the weight.
+Nothing is cached in CUDA graphs, in compiled code and under FSDP. CUDA graphs replay without this code, so changes of
+the weights could be missed. FSDP gathers the weights for each forward, and a cache would hold the whole model. Without
+a cache, the op quantises each weight right before the GEMM that reads the weight.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:
-    """Return properties that change with the weight's version counter, the weight's memory or the current stream."""
+    """Return a cache key: a weight's version counter, address, dtype, shape and strides, and the current stream."""
     stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
     return part._version, part.data_ptr(), weight.dtype, weight.shape, weight.stride(), stream
 

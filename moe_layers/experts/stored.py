@@ -24,9 +24,9 @@ class QuantizedExperts(nn.Module):
     """A frozen quantised weight [E, out, in] of E experts, held in the tensors of its format.
 
     `values` and `scales` are parameters with the experts as first axis, so that ranks can shard the parameters. If
-    `is_divisible`, `nested_scales` is a parameter with this axis, too. Other tensors, such as code tables, are buffers.
-    All tensors hold their bits as integers, so that `layer.bfloat16()`, mixed precision and collectives do not change
-    the stored bits. A conversion such as `layer.bfloat16()` changes only the attribute `dtype`.
+    no nested block spans two experts, `nested_scales` is a parameter with this axis, too. Other tensors, such as code
+    tables, are buffers. All tensors hold their bits as integers, so that `layer.bfloat16()`, mixed precision and
+    collectives do not change the stored bits. `layer.bfloat16()` changes only the attribute `dtype`.
 
     Args:
         weight: the stored weight.
@@ -53,7 +53,7 @@ class QuantizedExperts(nn.Module):
         self._stored_dtypes = {name: tensor.dtype for name, tensor in weight.tensors.items()}
         for name, tensor in weight.tensors.items():
             bits = as_bits(tensor)
-            if bits.dim() == 4:  # MXFP4 is published as [E, out, in / 32, 16]
+            if bits.dim() == 4:  # the published form of MXFP4: [E, out, in / 32, 16]
                 bits = bits.flatten(2)
             if name in by_expert:
                 has_axis = bits.dim() > 1 and len(bits) == num_experts
@@ -142,5 +142,5 @@ def stored(weight: Any) -> Any:
 
 def replace_weight(experts: nn.Module, name: str, weight: nn.Parameter | QuantizedExperts) -> None:
     """Replace a weight of the experts by a weight of another kind: plain or quantised."""
-    delattr(experts, name)  # deleted first, because nn.Module stores parameters and modules separately
+    delattr(experts, name)  # deleted first, because nn.Module refuses to assign a module to a parameter's name
     setattr(experts, name, weight)

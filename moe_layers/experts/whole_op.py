@@ -36,7 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether the layer's parts and settings allow one op. Parts of a subclass never allow one op."""
+    """Return whether parts and settings allow one op. False if router, experts or dispatcher belong to a subclass."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False
@@ -65,7 +65,7 @@ def runs_as_one_op(
 
 
 def _as_computed(tokens: Tensor) -> Tensor:
-    """Return the tokens. Under autocast, return an empty slice of the tokens in the dtype in which the op computes."""
+    """Return a tensor with the op's dtype and device: under autocast an empty slice of the tokens, else the tokens."""
     device_type = tokens.device.type
     return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
 

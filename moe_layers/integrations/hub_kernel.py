@@ -162,7 +162,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return the text of every file to write, by path. The imports of recognition.py are adapted to the folder."""
+    """Return the text of each file to write, by path. recognition.py imports the folder's copy of `moe_kernels`."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

@@ -39,8 +39,8 @@ class GroupedExperts(MegatronModule):
     """Holds a rank's experts in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
 
     H is the width of the tokens. With `gradient_accumulation_fusion`, backward adds each weight's gradient to the
-    weight's `main_grad`, in the dtype of `main_grad`. With `delay_wgrad_compute`, `backward_dw` computes the weights'
-    gradients instead of backward.
+    weight's `main_grad`, in the dtype of `main_grad`. With `delay_wgrad_compute`, backward leaves the weights'
+    gradients to `backward_dw`.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -68,7 +68,7 @@ class GroupedExperts(MegatronModule):
             weight.allreduce = config.expert_model_parallel_size == 1  # pyright: ignore[reportAttributeAccessIssue]
             self.register_parameter(name, weight)
         self._delays = bool(getattr(config, "delay_wgrad_compute", False))
-        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # arguments of `weight_gradient`
+        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # arguments of each delayed `weight_gradient`
         self._hooks: list[Callable[[], None]] = []
         for weight in self.parameters():
             weight.skip_backward_post_hook = self._delays
@@ -106,8 +106,8 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. With fusion, add the gradient to `main_grad`; return None or a
-        placeholder."""
+        """Return the gradient [E, out, in]. With `gradient_accumulation_fusion`, add the gradient to `main_grad`, and
+        return a placeholder for Megatron's hooks or, if the weight has no such hooks, None."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a tensor without `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a `weight` without `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

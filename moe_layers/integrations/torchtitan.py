@@ -79,7 +79,7 @@ class FusedRoutedExperts(RoutedExperts):
 
     @property
     def is_local(self) -> bool:
-        """Return whether the dispatcher only reorders rows: a local one, or an all-to-all without an expert mesh."""
+        """Return whether all rows stay on this rank: the dispatcher is local, or all-to-all without an expert mesh."""
         dispatcher = self.token_dispatcher
         local = type(dispatcher) is AllToAllTokenDispatcher and dispatcher.ep_mesh is None
         return local or type(dispatcher) is LocalTokenDispatcher

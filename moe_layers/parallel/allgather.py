@@ -65,9 +65,10 @@ class AllGatherDispatcher(RankDispatcher):
         return Pending(rows.offsets, arrive)
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
-        """Return (row limit of each chunk or None, offsets [E] of each chunk's sorted slots).
+        """Return each chunk's row limit, or None without limits. Also return offsets [E] of each chunk's sorted slots.
 
-        Fail by `check_on_device` if ranks have different sizes, need different gradients or exceed their limits."""
+        Fail by `check_on_device` if T, K, bytes per token or needed gradients differ between ranks, or if any rank has
+        more rows than its limit."""
         offsets = _slot_offsets(chunks, experts)
         sizes = sum(len(tokens) for tokens, _ in chunks), *_agreed(*chunks[0], experts)
         own = [offsets[0].new_full((1,), size) for size in sizes]

@@ -34,7 +34,7 @@ class _Outgoing(NamedTuple):
 
     tokens: Tensor  # [T, D]
     slots: Slots
-    order: Permutation  # permutation of the slots as [T * K, 1]; `row_to_token` therefore holds slot indices
+    order: Permutation  # sorts slots as if each were a token with K = 1; `row_to_token` holds slot indices
     counts: Tensor  # [P, E / P]: number of slots for each rank's experts
     capacity: int | None  # number of rows sent to each rank, with padding; None sends exactly the slots
 
@@ -78,7 +78,8 @@ class AllToAllDispatcher(RankDispatcher):
     def _exchange_counts(
         self, chunks: list[_Outgoing], agreed: tuple[int, ...]
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
-        """Return each rank's number of slots for each local expert, by chunk. Also return each rank's `agreed`.
+        """Return each rank's number of slots for each local expert, by chunk. Also return each rank's `agreed`: bytes
+        per token, and bit mask of needed gradients.
 
         Fail by `check_on_device` if a rank's counts exceed its capacity, or if ranks have different capacities.
         """
@@ -105,11 +106,12 @@ class AllToAllDispatcher(RankDispatcher):
         self,
         chunks: list[_Outgoing],
         arriving: list[Tensor],
-        to_agree: Tensor,  # [2, P]: the two numbers of `agreed` on each rank
+        to_agree: Tensor,  # [2, P]: `agreed` of each rank
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. If `agreed` differs between ranks, raise ValueError or fail on the GPU."""
+        """Return each chunk's route. Raise ValueError if `agreed` differs between ranks. On GPUs with
+        `max_rows_factor`, a device-side assertion fails instead."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])

@@ -21,7 +21,7 @@ from moe_kernels.runtime.pytorch import assert_on_device
 from ..routing.activation_checkpointing import routing_ops
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # importing DTensor takes half as long as importing PyTorch
+    from torch.distributed.tensor import DTensor  # only for types: this import takes half as long as PyTorch's
 
 _OPS = torch.ops._c10d_functional
 

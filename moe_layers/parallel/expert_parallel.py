@@ -245,6 +245,6 @@ def local_share(name: str, parameter: Tensor) -> Tensor:
             "load_state_dict(..., assign=True) of plain tensors replaces sharded parameters; instead, fill them by "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict with full_state_dict=True"
         )
-    if parameter.placements == (Replicate(),):  # backward sums the gradients of all ranks
+    if parameter.placements == (Replicate(),):  # all experts share the parameter, so sum gradients over ranks
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
     return parameter.to_local()

@@ -19,7 +19,7 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # longest wait for other ranks: stores time out late, and an error should come within 20 seconds
+SECONDS = 15.0  # longest wait for other ranks; errors should come within 20 seconds, although stores time out late
 _turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including meetings that timed out
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
@@ -55,7 +55,7 @@ def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
     """Return the indices of the keys that no rank has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # not a narrower type, because the type of a timeout error depends on the store
+    except RuntimeError:  # base class, because the type of a timeout error depends on the store
         return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 

@@ -54,7 +54,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
             return
-        # Without limits, count the slots of all tokens at once, because only the limits depend on the chunks.
+        # Split into chunks only if `max_rows_factor` limits the rows of each chunk. Otherwise count all slots at once.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)
@@ -135,8 +135,8 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """Reserve enough memory for the transfers of both forward and backward, because memory that later proves too
-        small is never freed."""
+        """Reserve memory that suffices in forward and in backward. If backward had to reserve larger memory, forward's
+        memory would never be freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
@@ -147,7 +147,7 @@ class _Plan:
 
     def parts(self, slots: Tensor) -> tuple[list[Tensor], list[Tensor], list[Permutation]]:
         """Return weights, choices and permutations by chunk. A chunk with n tokens per rank has weights and choices
-        [P * n, K], and the permutation of the slots for local experts. Without limits the host synchronises."""
+        [P * n, K], and the permutation of the slots for local experts. Without row limits the host synchronises."""
         by_rank = wait(slots).unflatten(0, (self.ranks.size, -1))  # [P, T, 2 * K]
         parts = [part.flatten(0, 1).chunk(2, 1) for part in by_rank.split(self.lengths, 1)]
         choices = [choice - self.ranks.rank * self.num_local for choice, _ in parts]

@@ -77,7 +77,7 @@ class RankDispatcher(ABC):
         return PendingChunks(list(self.pending(tokens, slots, experts)), len(tokens), self.gradient_scale)
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
-        """Yield the outputs of each chunk, in flight."""
+        """Yield each chunk's outputs as a `Pending`, before the outputs have arrived."""
         chunks = split(tokens, slots, self.lengths(len(tokens)))
         for rows in self.dispatch(chunks, experts):
             yield self.combine(experts(rows), rows)
@@ -109,7 +109,7 @@ def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
 
 
 def row_bytes(tokens: Tensor) -> int:
-    """Return the bytes of a token. If this number differed between ranks, a collective would mix up tokens or hang."""
+    """Return the number of bytes per token. If the ranks' numbers differed, collectives would mix up tokens or hang."""
     return tokens.shape[1] * tokens.element_size()
 
 
@@ -160,7 +160,7 @@ class PendingChunks:
     def wait(self) -> Tensor:  # [T, D]
         parts = [chunk.wait() for chunk in self.chunks]
         out = scale_gradient(parts[0] if len(parts) == 1 else torch.cat(parts), self.gradient_scale)
-        return out if len(out) == self.num_tokens else out[: self.num_tokens]  # without padding
+        return out if len(out) == self.num_tokens else out[: self.num_tokens]  # cut off padding
 
 
 def scale_gradient(tensor: Tensor, scale: float) -> Tensor:

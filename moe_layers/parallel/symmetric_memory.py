@@ -49,8 +49,8 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
-        be complete or abandoned. A recomputation abandons operations if the recomputation stops as soon as backward's
-        tensors exist."""
+        be complete or abandoned. A checkpointed region's recomputation abandons operations when it stops early, once
+        all tensors for backward exist."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -160,7 +160,7 @@ class PeerCopies(Transport):
                 events.append(self.stream.record_event())
             self.end()
         for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[self.rank].copy_(own)  # copied while the other ranks' copies are in flight
+            place[self.rank].copy_(own)  # copy this rank's part while the other parts are in flight
 
         def arrive(part: int) -> Tensor:
             self.wait(events[part])
@@ -174,8 +174,8 @@ class PeerCopies(Transport):
         return _CopiedScattering(self, shares)
 
     def buffers(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
-        """Return memory on each rank for a tensor of this shape and dtype. Until the next `begin`, calls get separate
-        memory."""
+        """Return memory on each rank for a tensor of this shape and dtype. Each call until the next `begin` gets
+        separate memory."""
         start, num_bytes = self._used_bytes, math.prod(shape) * dtype.itemsize
         self._used_bytes += _aligned(num_bytes)
         assert self._memory is not None and self._used_bytes <= self._memory.numel(), "begin announced fewer bytes"
@@ -222,7 +222,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: Any, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with unseen_by_modes(), torch.inference_mode(False):  # because training cannot write to inference tensors
+    with unseen_by_modes(), torch.inference_mode(False):  # training cannot write to inference tensors
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 

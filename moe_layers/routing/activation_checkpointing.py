@@ -1,4 +1,4 @@
-"""Support for activation checkpointing: a recomputation adds nothing to counts, and reuses the forward's experts."""
+"""Support for activation checkpointing: a recomputation reuses the forward's experts, and does not count them again."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def kept_choice(
     topk_experts: Tensor,  # [T, K] int32
     is_replayed: bool = False,
 ) -> Tensor:  # [T, K] int32
-    """Return a copy of a choice. `save_routing` keeps the copy, so a recomputation needs no record of the choice.
+    """Return a copy of the experts that a forward uses. `save_routing` keeps this op's result until backward, so that
+    a recomputation gets the same experts.
 
     Raises:
         ValueError: a recomputation without `save_routing` replays the choice.

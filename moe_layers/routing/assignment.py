@@ -97,7 +97,8 @@ class TokenExpertPairs(NamedTuple):
 def slots_of_pairs(
     pairs: TokenExpertPairs, num_tokens: int, max_experts_per_token: int
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
-    """Return each token's experts and weights in list order, padded with -1 and 0. Gradients flow to the weights.
+    """Return each token's experts and weights in the order of the pairs, padded with -1 and 0. Gradients flow to the
+    weights.
 
     To sort the slots to P rows instead of T * K', pass `max_rows=P` to `sort_by_expert`. The result is deterministic,
     and the host does not synchronise.

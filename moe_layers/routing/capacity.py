@@ -90,7 +90,7 @@ def _rank_among_equals(
     priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
     """Return how many elements of equal key precede each element, by descending priority and then by position."""
-    # Use only results of stable sorts, because `save_routing` keeps these results. `ordered` holds the sorted keys.
+    # Rank by stable sorts only, because `save_routing` keeps their results for recomputations. `ordered`: sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]

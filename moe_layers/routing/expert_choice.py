@@ -94,7 +94,7 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# `_ADDED[rounding](multiple)` is added to a count, so that rounding the sum down to a multiple gives this rounding.
+# `_ADDED[rounding](multiple)` is added to a count. Rounding the sum down then rounds the count as `rounding` says.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
@@ -103,8 +103,8 @@ class TokenRounding(_AcrossTokens):
     """Rounds each expert's number of tokens in the top-k to a multiple, so that no GEMM tile is partly empty.
 
     An expert with too many tokens drops the tokens that score lowest for this expert, the last tokens on ties. An
-    expert with too few tokens adds, from all tokens that did not choose this expert, those that score highest. A token
-    may therefore get fewer experts than top_k, possibly none, or more. Weights follow the router's rule, applied to the
+    expert with too few tokens adds the highest-scoring tokens among those that did not choose this expert. A token may
+    therefore get fewer experts than top_k, possibly none, or more. Weights follow the router's rule, applied to the
     experts that the token gets. If a call has fewer tokens than the multiple, no expert gets any token. Use this
     assignment only for training, with many more tokens.
 
@@ -138,7 +138,7 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # Scatter instead of gathering by `order`: Inductor of PyTorch 2.11 cannot compile a sum over gathered values.
+        # Scatter, because Inductor of PyTorch 2.11 cannot compile a sum over values gathered by `order`.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
         num_chosen = is_chosen.cumsum(1)  # [E, T] running count, highest score first

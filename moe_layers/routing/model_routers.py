@@ -54,9 +54,9 @@ class AttachedRouter(Protocol):
 
     def take_counts_to(self, device: torch.device) -> None: ...
 
-    def require_counts(self, op: str) -> None: ...  # raises ValueError unless forwards are counted
+    def require_counts(self, op: str) -> None: ...  # raises ValueError unless the router counts experts
 
-    def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # implementation and w_up of enabled experts
+    def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # the experts' implementation, and their w_up
 
     def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # `add` gets [T, K] int32
 
@@ -67,7 +67,7 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 
 
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
-    """Let `find` add another library's routers. `find(model)` maps the name of each router's layer to the router.
+    """Register a function that finds another library's routers. `find(model)` maps each layer's name to its router.
 
     An integration calls this function when the integration is imported, because this folder must not import
     integrations.

@@ -43,7 +43,7 @@ class RouterNoise:
         self,
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        """Return the tokens with jitter, in their dtype. The factors are float32, or float64 for float64 tokens.
+        """Return the tokens with jitter, in the tokens' dtype. The factors are float32, or float64 for float64 tokens.
 
         Shapes: tokens [T, D]; result [T, D].
         """

@@ -67,9 +67,9 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1. Tokens beyond the end of an array also get -1, such as the last token, which the engine never
-        runs. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make one record per
-        forward.
+        Padding gets -1. Tokens beyond the end of a sequence's array also get -1, such as the last token, which the
+        engine never runs. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make
+        one record per forward.
 
         Shapes: attention_mask [B, S].
 
@@ -134,7 +134,7 @@ class RoutingReplay:
         """Replay the record inside the context: each forward of a router of `model` gets the router's next choice.
 
         A checkpointed region of `MoEFeedForward` layers needs `context_fn=save_routing`, and its backward must also run
-        inside the context. A transformers model needs neither condition.
+        inside the context. A transformers model needs neither `save_routing` nor a backward inside the context.
 
         Raises:
             ValueError: the model has other routers than the record, a router runs more or less often than in the
@@ -172,7 +172,7 @@ class _Replay:
         self.name, self.router = name, router
         _check_choices("replay", name, router, choices)
         self.choices = list(choices)
-        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1]: tokens that keep the router's choice
+        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1]: True to keep the router's choice
         self.position = 0
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
@@ -190,7 +190,8 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (num_tokens, num_slots)
-        if choice.shape != expected and num_slots is not None:  # if num_slots is None, the router raises the error
+        # If num_slots is None, the router has a `CustomAssignment` and raises, because its choices cannot be replayed.
+        if choice.shape != expected and num_slots is not None:
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
                 f"got {list(choice.shape)}"
@@ -258,7 +259,7 @@ def choices_of_rollouts(
     attention_mask: Tensor | None,  # [B, S]
     lengths: Sequence[int] | None,
 ) -> dict[str, Tensor]:  # [T, K] int32
-    """Return the choices of one forward, by router name. See `RoutingReplay.from_rollouts`."""
+    """Return one forward's choices by router name, from the arguments of `RoutingReplay.from_rollouts`."""
     arrays = [_as_choices(index, array) for index, array in enumerate(rollouts)]
     if not arrays:
         raise ValueError("RoutingReplay.from_rollouts: rollouts must hold a sequence, got none")
@@ -290,8 +291,8 @@ def _as_choices(index: int, array: Any) -> Tensor:  # [S, L, K] int32
 
 
 def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]:
-    """Return each router's layer index in the arrays: the router's number among the routers, or its layer's number
-    among all layers."""
+    """Return each router's index on the arrays' layer axis. If the arrays hold only layers with experts, the index is
+    the router's position among the routers. If the arrays hold all layers, the router's name contains the index."""
     if num_layers == len(names):
         return list(range(num_layers))
     numbers = [int(found[1]) for name in names if (found := re.search(r"(?:^|\.)(\d+)(?:\.|$)", name))]

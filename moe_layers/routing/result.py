@@ -56,10 +56,11 @@ class LayerRouting(NamedTuple):
 
 def spread_slots(
     choices: Tensor,  # [T, K] int32; negative means no expert
-    values: Tensor | int,  # [T, K], or one for all
+    values: Tensor | int,  # [T, K], or one number for all slots
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """Return the sum of each token's values for each expert, or zero without values. Gradients flow to `values`."""
+    """Return, for each token and expert, the sum of the values of the token's slots with this expert. Gradients flow to
+    `values`."""
     # Add slots without an expert to an extra column, which is cut off afterwards.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32
@@ -127,7 +128,8 @@ def identity_output(
     num_experts: int,
     implementation: str | None,
 ) -> Tensor:  # [T, D]
-    """Return each token times the sum of its zero experts' weights. The ids of zero experts start at `num_experts`."""
+    """Return the output of the zero experts, which return their input: each token times the sum of the token's
+    weights for zero experts. The ids of zero experts start at `num_experts`."""
     is_zero = slots.topk_experts >= num_experts
     weights = torch.where(is_zero, slots.topk_weights, 0.0).sum(1, keepdim=True)  # [T, 1]
     slot_to_row = torch.arange(tokens.shape[0], device=tokens.device, dtype=torch.int32)[:, None]

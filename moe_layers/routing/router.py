@@ -38,7 +38,7 @@ class TopKRouter(nn.Module):
     Args:
         router: the settings. Default: `RouterSpec()`, a softmax whose weights sum to one over the chosen experts, as in
             Mixtral and Qwen3. `weight_on_input` concerns the experts, not the router.
-        assignment: an `Assignment` that replaces the top-k choice, or a `route` for `CustomAssignment`. Default: None.
+        assignment: an `Assignment` that replaces the top-k choice, or a function for `CustomAssignment`. Default: None.
         noise: noise in training mode. Default: None.
         batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
         init_std: standard deviation of the weight at initialisation. Default: 0.02.
@@ -167,7 +167,7 @@ class TopKRouter(nn.Module):
 
         Args:
             topk_experts: experts to weigh, with -1 for no expert. Default: None, which lets the router choose. On a GPU
-                and in compiled code, ids cannot be checked, and ids beyond the experts become -1.
+                and in compiled code, ids cannot be checked, and ids of E or more become -1.
             token_mask: False for padding, which an assignment leaves out. A router without assignment ignores the mask.
 
         Raises:
@@ -257,7 +257,7 @@ class TopKRouter(nn.Module):
 
     def _load_from_state_dict(self, *args):
         super()._load_from_state_dict(*args)
-        # Undo two effects of `assign=True`: missing tensors stay on meta, and others get the state dict's dtypes.
+        # Undo two effects of `assign=True`: the counts stay on meta, and the bias gets the state dict's dtype.
         if self.expert_counts.is_meta:
             self.expert_counts = torch.zeros_like(self.expert_counts, device=self.weight.device)
         if self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
@@ -268,6 +268,7 @@ class TopKRouter(nn.Module):
 
 
 def watches_choice(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a router's forward hook, marked as a hook that only reads the chosen experts."""
+    """Mark a router's forward hook as one that only reads the chosen experts, and return the hook. Other hooks prevent
+    the layer from running as one op."""
     hook.watches_choice = True
     return hook

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_positive
 
-_ALIGNMENT = 16  # bytes; a tensor that starts at a multiple can be viewed in any dtype
+_ALIGNMENT = 16  # bytes; a tensor that starts at a multiple of 16 can be viewed in any dtype
 
 
 class Entry(NamedTuple):
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Bucket:
-    """Weights that are sent together. The entries are a Python object, and the buffer is one tensor.
+    """Weights that are sent together: the entries as a Python object, and the buffer as one tensor.
 
     Attributes:
         entries: name, dtype, shape, offset and (with `checksums=True`) checksum of each weight.

@@ -41,7 +41,7 @@ _ENGINES = {
         **dict.fromkeys(("flex_olmo", "jamba"), "per_expert"),
         "llama4_text": "transposed",
     },
-    # "llama4_text" is missing, because SGLang's loader of the text model alone drops the experts.
+    # "llama4_text" is missing, because SGLang drops the experts when it loads this text model without the whole model.
     "sglang": {**_BOTH, "llama4": "transposed"},
 }
 LAYOUTS = ("huggingface", *_ENGINES)

@@ -23,7 +23,7 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-# Matches a name up to its first number. This prefix identifies the layer. A name without a number is a separate layer.
+# Matches a name up to its first number, which identifies the layer, or the whole name if the name has no number.
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")
 
 

@@ -13,7 +13,7 @@ from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # inner modules of torch.compile and checkpoint wrappers
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # names of wrapped modules, which paths of tensors omit
 SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -37,7 +37,7 @@ class Value(NamedTuple):
     experts: Any = None
 
 
-_Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor, by its id
+_Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor seen so far, by the tensor's id
 
 
 class LayerValue(NamedTuple):
@@ -59,7 +59,8 @@ class Reader(NamedTuple):
     dtype: torch.dtype
 
     def values(self, model: nn.Module) -> Iterator[Value | LayerValue]:
-        """Yield each persistent tensor and each `MoEFeedForward` layer of a model once. `Value.read` reads a tensor."""
+        """Yield a `LayerValue` for each `MoEFeedForward` layer, and a `Value` for each other persistent tensor. Tied
+        tensors are yielded once."""
         yield from self._walk(model, "", {}, {})
 
     def _walk(
@@ -143,7 +144,8 @@ class Reader(NamedTuple):
         numbers, scales = gathered(full, numbers), gathered(full, scales)
         out = torch.empty_like(numbers, dtype=self.dtype)
         by_expert = zip(*(t if t.dim() == 3 else t.unsqueeze(0) for t in (out, numbers, scales)), strict=True)
-        for matrix, stored, scale in by_expert:  # a float32 copy of all experts would be larger than the result
+        # Dequantise expert by expert, because a float32 copy of all experts would be larger than the result.
+        for matrix, stored, scale in by_expert:
             matrix.copy_(dequantize_float8(stored, scale, block, full))
         return out
 
@@ -161,7 +163,7 @@ def _join(path: str, name: str) -> str:
 def gathered(name: str, tensor: Any) -> Tensor:
     """Return the full tensor. All ranks must call this function in the same order.
 
-    If `active_adapters` gets this function as `local_share`, the adapters hold the experts of all ranks.
+    `active_adapters` also takes this function as `local_share`, and then returns factors with the experts of all ranks.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):

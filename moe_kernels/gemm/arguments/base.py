@@ -70,7 +70,7 @@ class Arguments(abc.ABC):
     out: Tensor
     accumulator_type: torch.dtype
     epilogue: str | None  # an activation that the kernel applies to the product
-    tensors: ClassVar[tuple[str, ...]]  # names of the fields that hold a tensor, or None if optional
+    tensors: ClassVar[tuple[str, ...]]  # names of the tensor fields; an optional field may hold None
     operand_names: ClassVar[tuple[str, ...]]  # names of the fields that KernelMetadata.operands describes
     tile_table: TileTable | None  # always None for arguments that need no table
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses

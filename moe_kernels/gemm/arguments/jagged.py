@@ -29,7 +29,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes out's rows outside the groups
+    tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes the rows of `out` without a group
     epilogue: str | None = None  # no kernel applies an epilogue so far
 
     def shape_error(self) -> str | None:
@@ -46,7 +46,7 @@ class JaggedGemmArguments(Arguments):
         return len(self.group_offsets) - 1
 
     def grouped(self) -> GroupedGemmArguments:
-        """Return the same product as a grouped GEMM with one group."""
+        """Return the arguments of a grouped GEMM with one group that computes the same product."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
         # With one group, no kernel uses the group stride, but TMA rejects some values. Use the stride of adjacent
         # matrices.

@@ -155,7 +155,7 @@ class GroupedGemmListArguments(Arguments):
         for a, b, out in zip(self.A_list, self.B_list, self.out_list, strict=True):
             m, k = a.shape
             n = b.shape[1]
-            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)  # pyright: ignore[reportGeneralTypeIssues]  # not None here
+            (lda, a_columns), (ldb, b_columns) = leading_dimension(a), leading_dimension(b)  # pyright: ignore[reportGeneralTypeIssues]  # `error` excludes None
             ldo = out.stride(0)
             pointers = a.data_ptr(), b.data_ptr(), out.data_ptr()
             problems.append(Problem(pointers, (m, n, k), (lda, ldb, ldo), (a_columns, b_columns)))

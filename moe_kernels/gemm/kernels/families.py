@@ -19,16 +19,18 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-_MULTIPLICATIONS_PER_BYTE = 50  # about half the ratio of tensor-core multiplications/s to memory bytes/s, A100 to B200
-_BOUNDS_BLOCK = 128  # tile height in tables of weight gradients, whose kernels do not read the tiles
+# Cost of reading one byte, as a number of multiplications. From A100 to B200, the ratio of the tensor cores'
+# multiplications/s to the memory's bytes/s is about twice this number.
+_MULTIPLICATIONS_PER_BYTE = 50
+_BOUNDS_BLOCK = 128  # tile height in tables made for weight gradients; their kernels do not read the table's tiles
 
 
 class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group for one index along K, as a number of multiplications. The cost is that of
-        multiplying or that of reading B, whichever is larger."""
+        """Return the cost of one group per unit of K, as a number of multiplications: the larger of the cost of
+        multiplying and the cost of reading B."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()

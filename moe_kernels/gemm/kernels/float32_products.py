@@ -30,7 +30,7 @@ def dot_precision(operand: Tensor) -> str | None:
     """
     if operand.dtype != torch.float32:
         return None
-    if fp32_precision("cuda", "matmul") == "tf32":  # set by PyTorch's old or new API
+    if fp32_precision("cuda", "matmul") == "tf32":  # TF32 is enabled, by PyTorch's old or new API
         return "tf32"
     return "float64" if has_fast_float64(operand.device) else "float32"
 
@@ -48,8 +48,8 @@ def zero_total(ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexp
 def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     """Return total + a @ b.
 
-    `positive` is any positive number whose value the compiler does not know. The unknown value keeps the compiler from
-    adding each float32 term to `total` directly.
+    `positive` is any positive number whose value the compiler does not know. If the compiler knew the value, it would
+    add each float32 term of a @ b to `total`, instead of summing the terms first.
     """
     # Tensor cores sum float8 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). With
     # IMPRECISE set to the step's length, each step's sum is added to a float32 total.

@@ -216,7 +216,7 @@ _TILES = {
 
 
 def plain_forward(metadata: KernelMetadata) -> Any:
-    """Return the device function of a kernel's plain epilogue, or None."""
+    """Return the device function of a kernel's activation, which is not gated. Without an activation, return None."""
     return None if metadata.epilogue is None else PLAIN_EPILOGUES[metadata.epilogue].forward
 
 

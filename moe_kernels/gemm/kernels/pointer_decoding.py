@@ -193,8 +193,8 @@ class DecodingGemm(Kernel):
 
 
 def _precision(a: Tensor) -> str | None:
-    """Return `dot_precision`, but "float32" instead of "float64". Triton up to 3.8 cannot compile float64 products of
-    operands that are decoded from bytes."""
+    """Return "tf32" for float32 rows if TF32 is enabled in PyTorch, else "float32". For other dtypes, return None.
+    Triton up to 3.8 cannot compile float64 products (`dot_precision`) of operands that are decoded from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

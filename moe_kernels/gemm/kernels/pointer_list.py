@@ -1,4 +1,4 @@
-"""Products of listed matrices through pointers: any size, layout and leading dimension, from compute capability 8.0."""
+"""Products A_list[g] @ B_list[g] through pointers: any size, layout, leading dimension and supported GPU."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # elements: common divisor of addresses, leading dimensions and contiguous sizes of A and B
-    OUT_PIECE: tl.constexpr,  # elements: common divisor of addresses, leading dimensions and row lengths of out
+    PIECE: tl.constexpr,  # divides every address, leading dimension and contiguous size of A and B, in elements
+    OUT_PIECE: tl.constexpr,  # divides every address, leading dimension and row length of out, in elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None

@@ -2,7 +2,8 @@
 
 Every problem has its own sizes, addresses and leading dimensions. The table holds these numbers on the device, together
 with the problem index of every output tile. A fixed number of programs computes all tiles. Program p computes
-the tiles p, p + num_programs, and so on. Tiles of long reductions are first in the list, so that the last are short.
+the tiles p, p + num_programs, and so on. Tiles of long reductions are first in the list, so that the last tiles
+are short.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: i
 
 @dataclass(frozen=True)
 class PointerArrayDesign(PointerDesign):
-    """Loads operands from addresses in a table. Each SM runs `programs_per_sm` programs, or fewer with few tiles."""
+    """Loads operands from addresses in a table. Each SM runs `programs_per_sm` programs, or fewer if tiles are few."""
 
     programs_per_sm: int = 1
 
@@ -95,7 +96,7 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """Check the remaining requirements of a kernel that needs alignment. Called only with aligned arguments."""
+        """Check a kernel's own requirements. The caller has checked that problems share layouts and are aligned."""
 
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
         return self._launch(args) if any(out.numel() for out in args.out_list) else None

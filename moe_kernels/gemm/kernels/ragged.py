@@ -1,8 +1,8 @@
 """TMA descriptors over grouped rows. The hardware reads and writes nothing past the end of a group.
 
-The descriptor of a matrix [R, C] with row stride s has shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1]. Let
-`left` be the number of rows from a row to the end row `end` of its group. The coordinates [2**30, end, 2**30 - left, c]
-address column c of this row, because 2**30 * 2**34 = 2**64 wraps to zero:
+The descriptor of a matrix [R, C] with row stride s has shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1]. No
+coordinate reaches the bound `big`. Let `left` be the number of rows from a row to the end row `end` of its group. The
+coordinates [2**30, end, 2**30 - left, c] address column c of this row, because 2**30 * 2**34 = 2**64 wraps to zero:
 
     2**30 * (2**34 - s) + end * s + (2**30 - left) * s = (end - left) * s
 

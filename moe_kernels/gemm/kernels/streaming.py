@@ -1,4 +1,4 @@
-"""Grouped GEMM for few rows per group, for compute capability 8.0 or later. The speed is bound by reading the weights.
+"""Grouped GEMM for few rows per group, from compute capability 8.0. Reading the weights takes most of the time.
 
 Tiles of 16 to 64 rows and few columns give many programs. Several programs share an SM, so that many bytes of the
 weights are in flight. Each step of the reduction reads long pieces of the weight's rows.
@@ -20,11 +20,12 @@ from ..kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, S
 from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
-_TABLE_ROWS = 128  # tile height of tables that the kernel makes; the kernel reads tables of any height
-# Most rows per group: a power of two, as `rows_bucket` returns. With more rows, warp-specialised kernels are faster.
+_TABLE_ROWS = 128  # rows per tile in a table made for these kernels; tables with other tile heights also work
+# Largest average number of rows per group. With more rows, warp-specialised kernels are faster. A power of two, because
+# selection rounds the average up to a power of two (`rows_bucket`).
 _MOST_ROWS = 32
 _READING = 100  # cost of reading one value of a weight, in multiplications
-_SHORT_REDUCTION = 1024  # K up to which `estimate` prefers `_PLAIN[0]` to `_PLAIN[1]`
+_SHORT_REDUCTION = 1024  # up to this K, `estimate` prefers reduction steps of 128 values to steps of 256
 
 
 @triton.jit
@@ -70,7 +71,7 @@ def _streaming_kernel(
     bias_ptr,  # [G, N], or None
     bias_strides,
     product_ptr,
-    product_stride,  # [R, N]: out, or preactivation with an activation
+    product_stride,  # [R, N]: out, or the preactivation if there is an activation
     activated_ptr,
     activated_stride,  # [R, N / 2], or None
     bounds_ptr,  # [G + 2]
@@ -104,7 +105,7 @@ def _streaming_kernel(
         return
     start = tl.load(bounds_ptr + group) + place * TABLE_ROWS
     end = tl.minimum(tl.load(bounds_ptr + group + 1), start + TABLE_ROWS)
-    # The tail (rows past the last group) has no matrix and no bias: its rows become zeros.
+    # The tail (rows past the last group) has no matrix and no bias, so its rows become zeros.
     depth = tl.where(group < G, K // ALIGNED * ALIGNED, 0)
     matrix = tl.minimum(group, G - 1).to(tl.int64)
     column = first + tl.arange(0, BLOCK)

@@ -30,7 +30,7 @@ def _tma_kernel(
     b_stride,  # stride of the axis that is not contiguous
     bias_ptr,  # [G, N], or None
     bias_strides,
-    product_ptr,  # [R, N]: out, or preactivation with an activation
+    product_ptr,  # [R, N]: out, or the preactivation if there is an activation
     product_stride,
     activated_ptr,  # [R, N / 2], or None
     activated_stride,
@@ -93,7 +93,7 @@ def _tma_kernel(
         row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + 2 * row_tile + 1) * BLOCK_M
         if row_to_token_ptr is not None:
             rows = row + tl.arange(0, BLOCK_M)
-            # Rows past the end read token 0; their products are not written.
+            # Rows past the end of the group read token 0. Products of these rows are not written.
             token = tl.load(row_to_token_ptr + rows, mask=rows < end, other=0).to(tl.int64)
             a_ptrs = a_ptr + token[:, None] * a_stride + k_range[None, :]
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # [BLOCK_M, BLOCK_N]

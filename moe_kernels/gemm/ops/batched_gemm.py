@@ -81,7 +81,8 @@ def _backward(ctx, dout):
 
 
 def _summed_product(left: Tensor, right: Tensor, dim: int) -> Tensor:
-    """Return left @ right. If `dim` is 2, return the sum of a batch's products, computed as one longer reduction."""
+    """Return left @ right as the gradient of an operand with `dim` axes. If the operand has no batch axis, but `left`
+    and `right` do, the gradient is the sum of the batch's products. The sum is computed as one longer reduction."""
     if dim == 2 and left.dim() == 3:
         left = left.transpose(0, 1).flatten(1)  # [M, L * K]
         right = right.flatten(0, 1)  # [L * K, N]

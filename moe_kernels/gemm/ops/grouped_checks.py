@@ -92,10 +92,12 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return the implementation to run, as `choose` does, for an op whose kernels also take float8 operands.
+    """Return `implementation`. For None, return "triton" if kernels can take `a`, float8 included, else "reference".
 
     Raises:
-        NotImplementedError: the operands are float8 and the GPU cannot multiply float8, or `choose` raises this error.
+        ValueError: `implementation` is not a known name.
+        NotImplementedError: the GPU cannot multiply float8 operands; "triton" was requested, but its kernels cannot
+            take `a`; or `torch.jit.trace` runs.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

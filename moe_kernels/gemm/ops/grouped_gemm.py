@@ -135,7 +135,9 @@ def grouped_gemm_wgrad(
             in float32. Default: False.
 
     Raises:
-        ValueError: as for `grouped_gemm`, or the operands are float8, or `accumulate` is set without `out`.
+        ValueError: a shape, dtype or device disagrees with the signature, CPU offsets are not sorted within [0, R],
+            `out` is expanded, an input requires a gradient although `out` is given, the operands are float8, or
+            `accumulate` is set without `out`.
     """
     out_dtype = check_wgrad(a, dout, offsets, out, out_dtype)
     if accumulate and out is None:
@@ -176,7 +178,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # shared by both launches
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # both launches use this table
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
@@ -184,7 +186,7 @@ def _launch(
         args = GroupedGemmArguments(
             a, b, product, offsets=offsets, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b
         )
-        if activation is not None and bias is None:  # a fused kernel would leave the bias out of the preactivation
+        if activation is not None and bias is None:  # no bias, because fused kernels leave it out of the preactivation
             fused = dataclasses.replace(args, out=out, epilogue=activation, preactivation=preactivation)
             if selection.run_if_supported(fused):
                 return

@@ -85,7 +85,7 @@ class GroupedProblem:
     """
 
     args: GroupedGemmListArguments
-    kernel: Kernel | None  # None means the reference
+    kernel: Kernel | None  # None: the reference computes the products
     artifact: CompiledArtifact | None = None
 
     @classmethod
@@ -104,12 +104,14 @@ class GroupedProblem:
         Shapes: a_list [M, K] each, b_list [K, N] each, out_list [M, N] each.
 
         Args:
-            out_dtype: default: the dtype of `out_list`. Without `out_list`, the default of `grouped_gemm_list`.
+            out_dtype: default: the dtype of `out_list`. Without `out_list`, the operands' dtype, or bfloat16
+                for float8.
             kernel: a kernel of the catalog (`get_kernels`). None, the default, selects a kernel.
 
         Raises:
-            ValueError: as for `grouped_gemm_list`, or `out_list` does not fit, an operand requires grad while gradients
-                are recorded, an operand has no contiguous axis, or `kernel` does not support the operands.
+            ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature,
+                `out_list` does not fit, a matrix requires grad while gradients are recorded, an operand has no
+                contiguous axis, or `kernel` does not support the operands.
             NotImplementedError: as for `grouped_gemm_list`.
         """
         op = "GroupedProblem.from_lists"
@@ -221,7 +223,7 @@ def _gradients(
     needed: list[bool], left: Sequence[Tensor], right: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> list[Tensor | None]:
     """Return left[g] @ right[g] if needed[g], else None, for every g. Each product is stored by rows or by columns,
-    like likes[g]. Takes one launch."""
+    as likes[g] is stored. All products take one launch."""
     wanted = [g for g, is_needed in enumerate(needed) if is_needed]
     if not wanted:
         return [None] * len(needed)

@@ -1,9 +1,9 @@
 """Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
 
 PEFT wraps an experts module once per adapted parameter [E, out, in]. Each wrapper stores `lora_A.weight` and
-`lora_B.weight`, whose names contain one `base_layer` per enclosing wrapper. The innermost wrapper adapts the module's
-first parameter or, for parametrizations (4 bits), the alphabetically first parameter. In a file of gated experts, the
-widths of lora_A and lora_B tell which of the two orders applies.
+`lora_B.weight`, whose names contain one `base_layer` per enclosing wrapper. The innermost wrapper adapts the parameter
+that the module declares first. If the parameters are parametrized (4 bits), the innermost wrapper adapts the
+alphabetically first parameter. For gated experts, the widths of lora_A and lora_B tell which order applies.
 
 The order of the factors' axes is called orientation. Each orientation is named after a version of PEFT:
 
@@ -39,12 +39,12 @@ ADAPTER_LAYOUTS = ("peft", "vllm_3d", "per_expert")
 
 ROOT = "base_model.model."  # prefix of PEFT's keys
 _WRAPPED = re.compile(r"(?P<prefix>(?:.*\.)?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight")
-_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in order of declaration
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in the order in which modules declare them
 
 
 @dataclass(frozen=True)
 class AdapterReport:
-    """Lists the tensors of an adapter file that are used, and their parameters. `str()` returns a summary.
+    """Lists the used tensors of an adapter file, and the parameters that they adapt. `str()` returns a summary.
 
     Attributes:
         orientation: order of the axes of lora_A and lora_B, "0.19" or "0.18": see the module's docstring.
@@ -372,6 +372,6 @@ def _per_expert_config(adapter: PeftAdapter) -> dict:
     modules = config.get("target_modules") or []
     if not isinstance(modules, str):
         modules = [*modules, *(name for name in own if name not in modules)]
-    elif modules.lower() != "all-linear":  # a regular expression for whole names
+    elif modules.lower() != "all-linear":  # `modules` is a regular expression that whole names must match
         modules = rf"(?:{modules})|.*\.(?:{'|'.join(own)})"
     return {**config, "target_parameters": parameters or None, "target_modules": modules}

@@ -1,4 +1,4 @@
-"""Adds a LoRA adapter to the experts' and linear layers' weights of a checkpoint, shard by shard."""
+"""Adds a LoRA adapter to a checkpoint's weights, those of experts and of linear layers, shard by shard."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def merge_adapter(
     matrix of the source.
 
     Args:
-        orientation: axis order of the factors: that of PEFT "0.19" or "0.18", or None (default) to find it.
+        orientation: order of the factors' axes: "0.19" or "0.18", named after a version of PEFT that writes this order.
+            Default None: find the order from the adapter's shapes and version.
         progress: function that wraps the list of tensors to be written, such as tqdm. The default shows no progress.
 
     Raises:
@@ -166,7 +167,8 @@ def _linear_adapters(loaded: PeftAdapter, stacks: dict[str, str]) -> dict[str, _
 
 def _adapter(module: str, a: Tensor, b: Tensor, config: dict) -> _LinearAdapter:
     name = module.removeprefix(ROOT)
-    # PEFT matches both patterns with the weight's name if target_parameters has this name, else with the module's name.
+    # PEFT matches rank_pattern and alpha_pattern with the weight's name if target_parameters lists it, else with the
+    # module's name.
     rank, scale = rank_and_scale(config, f"{name}.weight" if targets(f"{name}.weight", config) else name)
     if a.dim() != 2 or b.dim() != 2 or not len(a) == b.shape[1] == rank:
         raise ValueError(

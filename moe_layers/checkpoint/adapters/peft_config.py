@@ -46,8 +46,8 @@ def targets(name: str, config: dict) -> bool:
 
 
 def targets_below(module: str, config: dict) -> set[str]:
-    """Return the parameters of `module` that `target_parameters` lists. Skip entries that lack the last part of the
-    module's name."""
+    """Return the names of the parameters of `module` that `target_parameters` lists. Skip entries without the last part
+    of the module's name. For the module "mlp.experts", "experts.up_proj" counts, but "up_proj" does not."""
     named = [target.rpartition(".") for target in config.get("target_parameters") or ()]
     return {name for owner, _, name in named if owner and f".{module}".endswith(f".{owner}")}
 

@@ -113,7 +113,7 @@ def shared_keys(*, gated: bool) -> list[tuple[Key, ...]]:
 
 
 def check_names(prefix: str, layout: Layout) -> None:
-    """Raise ValueError if a reader would not recognise tensors with the layout's names as tensors of the block."""
+    """Raise ValueError if the layout's tensor names would not be recognised as names of the block with this prefix."""
     if not all(_may_hold(prefix, key.name) for key in layout.keys):
         raise ValueError(
             f"checkpoint: layout {layout.name!r} has no names for experts that lie below {prefix or '(top)'} itself, "

@@ -22,7 +22,7 @@ from ...checks import first_three
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_HUGE_BYTES = 4 << 20  # two huge pages
+_HUGE_BYTES = 4 << 20  # two huge pages of 2 MiB; huge pages are not requested for smaller tensors
 
 DTYPES = {
     "F64": torch.float64,

@@ -218,7 +218,7 @@ _PUBLISHED = {
 
 
 def published_layouts(model_type: str) -> tuple[str, ...]:
-    """Return the layouts that an architecture uses with the tensor names of "fused". The usual layout is first."""
+    """Return the layouts an architecture may use if its tensors are named as in "fused". The usual layout is first."""
     return _PUBLISHED.get(model_type, ("fused",))
 
 

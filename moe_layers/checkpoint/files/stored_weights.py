@@ -38,7 +38,7 @@ class Stored:
         shape: shape of the weight.
         dtype: dtype of the first tensor on disk.
         block: rows and columns of a float8 weight that share a scale.
-        num_bytes: bytes of the tensors on disk.
+        num_bytes: size of the tensors on disk, in bytes.
     """
 
     name: str
@@ -118,7 +118,7 @@ def describe(
 def describe_all(
     files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
 ) -> dict[str, Stored]:
-    """Describe `weights`, which maps any key to (full name, group). Raise ValueError if a weight has errors."""
+    """Return a `Stored` for each (full name, group) in `weights`, by key. Raise ValueError if a weight has errors."""
     problems: list[str] = []
     described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
     if problems:
@@ -126,7 +126,7 @@ def describe_all(
     return {key: stored for key, stored in described.items() if stored is not None}
 
 
-# The shape of a weight, and the errors found in its tensors.
+# (shape of a weight, error texts about its tensors)
 _Finding = tuple[tuple[int, ...], list[str]]
 
 

@@ -231,7 +231,8 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return an error text if the number of float8 scales does not tell whether a block may hold both gate and up rows.
+    """Return an error text if the number of float8 scales does not tell whether gate and up rows were divided into
+    blocks together or separately. Otherwise, return None.
 
     For n gate rows and blocks of b rows, the number is ambiguous if n % b > 0 and ceil(2n / b) == 2 ceil(n / b).
     """

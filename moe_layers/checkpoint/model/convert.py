@@ -46,16 +46,17 @@ def convert(
 
     Tensors that are not quantised keep every bit. All quantised weights are dequantised. Weights that the source holds
     for zero experts are left out, because zero experts use no weights. Memory holds at most one output shard, plus one
-    tensor or one expert's matrix of the source. Other small files (tokenizer, ...) are copied.
+    tensor or one expert's matrix of the source. Small files, such as the tokenizer, are copied.
 
     Args:
-        dtype: dtype of weights that were quantised; all others keep their dtype. Default: bfloat16.
+        dtype: dtype of weights that were quantised; all other weights keep their dtype. Default: bfloat16.
         progress: function that wraps the list of tensors to be written, such as tqdm. The default shows no progress.
 
     Raises:
-        ValueError: the layout does not exist, cannot hold these experts or would not be recognised; the source is
-            damaged, incomplete or in an unknown layout; the tensors, the router and config.json disagree about the
-            experts; the experts have several dtypes, or tensors that no layout has; or `target` already holds files.
+        ValueError: the layout does not exist, cannot hold these experts, or has names that would not be recognised as
+            experts of the block; the source is damaged, incomplete or in an unknown layout; the tensors, the router and
+            config.json disagree about the experts; the experts have several dtypes, or tensors that no layout has; or
+            `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -144,8 +145,8 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if a plain weight of an expert is not floating point, or an expert's tensor is not in the
-    layout."""
+    """Raise ValueError if an expert's weight is neither quantised nor floating point, or a tensor of an expert has no
+    place in the source's layout."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")
@@ -166,9 +167,10 @@ class ExpertReader:
     sizes: Sizes
 
     def output(self, name: str, key: Key, number: int | None, dequantized: torch.dtype) -> Output:
-        """Return the output for `key`: the tensor of expert `number`, or of all experts if `number` is None.
+        """Return the tensor to be written for expert `number`, or for all experts if `number` is None.
 
         Args:
+            key: describes how the new layout stores the tensor.
             dequantized: dtype of the tensor if the source's weight is quantised.
         """
         stored, shape = self._stored(self._key(key.parts[0], key.bias), 0), key.shape(self.sizes)

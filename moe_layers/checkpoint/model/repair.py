@@ -28,7 +28,7 @@ from ..files.stored_weights import dtype_name
 __all__ = ["RepairReport", "repair"]
 
 _PARTIAL = "repair.partial"  # subdirectory for the new files until they are complete
-_MANIFEST = "files.json"  # list of the new files, written when they are complete
+_MANIFEST = "files.json"  # list of the new files, written when all new files are complete
 _DONE = "done.json"  # the manifest gets this name when all new files are in place
 _BACKUP = ".backup"
 
@@ -122,7 +122,7 @@ def _model_class(directory: Path) -> tuple[Any, Any]:
 def _write_new_files(
     directory: Path, model_class: Any, held: dict[str, TensorInfo], known: set[str], *, is_single: bool
 ) -> list[str]:
-    """Write the weights under the names of the modules to a subdirectory. Return the files' names."""
+    """Write the weights, named as in the model, to the subdirectory `_PARTIAL`. Return the names of the files."""
     partial = directory / _PARTIAL
     model, info = model_class.from_pretrained(directory, dtype="auto", output_loading_info=True)
     problems = [f"{kind}: {name}" for kind, names in info.items() for name in sorted(map(str, names or ()))]
@@ -154,7 +154,7 @@ def _check_written(
 
 
 def _elements(infos: dict[str, TensorInfo]) -> dict[str, int]:
-    """Return the number of elements of each dtype."""
+    """Return the total number of elements in tensors of each dtype."""
     counts: Counter[str] = Counter()
     for info in infos.values():
         counts[dtype_name(info.dtype)] += prod(info.shape)

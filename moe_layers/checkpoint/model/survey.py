@@ -20,9 +20,9 @@ class BlockSurvey:
         layouts: the layouts that fit. There are several if names, shapes and architecture do not decide between them.
         sizes: the sizes of the experts according to each layout in `layouts`.
         bias: whether the experts have biases.
-        experts: the experts' weights by name below the block, including weights of zero experts.
+        experts: the experts' weights, zero experts included, by their names without the block's prefix.
         num_routed: number of experts that the router chooses from, without zero experts.
-        config: the configuration of the model, for the block's layer.
+        config: the configuration of the model, with the index of the block's layer.
         num_bytes: bytes on disk of all weights of the block.
         wrong: the reasons why no layout fits; empty if one fits.
     """
@@ -98,7 +98,7 @@ def _names(layout: Layout, bias: bool, num_experts: int) -> set[str]:
 def _match(
     block: Block, described: dict[str, Stored], layout: Layout, router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[Sizes | None, list[str]]:
-    """Return the sizes that this layout gives the experts (None if unknown), and errors for tensors that do not fit."""
+    """Return the experts' sizes according to this layout (None if unknown), and errors for tensors that do not fit."""
     numbers = block.expert_numbers()
     down = next(key for key in layout.select(bias=False) if key.parts == ("down",))
     name = down.name_of(min(numbers, default=0))
@@ -145,7 +145,7 @@ def _misfits(
 def _narrow(
     fitting: list[tuple[Layout, Sizes]], recorded: str | None, config: ModelConfig
 ) -> list[tuple[Layout, Sizes]]:
-    """Drop the layouts that the recorded layout or a known architecture rules out."""
+    """Keep the layout that config.json records. Without a record, drop layouts that a known architecture rules out."""
     if recorded is not None:
         return [(layout, sizes) for layout, sizes in fitting if layout.name == recorded]
     if config.model_type not in ARCHITECTURES or len(fitting) < 2:

@@ -36,8 +36,8 @@ class LoRA:
         rank: the rank r for each target and expert.
         alpha: the product of the factors is scaled by alpha / rank.
         targets: projections with an adapter: "up" (gate and up rows together), "down", or by default both.
-        dropout: probability of zeroing an element of the adapter's input in training. Default: 0. Otherwise, training
-            computes the experts with several ops, which costs time and memory. Evaluation stays fused.
+        dropout: probability of zeroing an element of the adapter's input in training. Default: 0. With dropout,
+            training computes the experts with several ops, which costs time and memory. Evaluation runs one op.
         rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
         shared_outer: all experts share the factors `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
 
@@ -195,10 +195,10 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
     """
     check_kind("add_lora", "lora", lora, LoRA)
-    experts: Any = layer.experts  # Any, because the module of `GroupedExperts` imports this module
+    experts: Any = layer.experts  # Any instead of `GroupedExperts`, to avoid a circular import
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
-    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged adapters
+    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` needs the merged names
     if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
         raise ValueError(f"add_lora: name must be new, without dots, and no attribute of a ModuleDict, got {name!r}")
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]

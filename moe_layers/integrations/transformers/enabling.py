@@ -105,13 +105,13 @@ class _State:
     places: list[Place]
     hooks: list[RemovableHandle]  # hooks on modules that hold experts
     models: list[nn.Module]  # transformers models, which may have `peft_config`
-    adapters: dict[str, Any] = field(default_factory=dict)  # adapter -> PEFT's configuration, once checked
+    adapters: dict[str, Any] = field(default_factory=dict)  # checked adapters: name -> PEFT's configuration
 
     def __post_init__(self) -> None:
         _STATES.add(self)
 
     def __setstate__(self, values: dict[str, object]) -> None:
-        """Register the state of a copied or unpickled model."""
+        """Add the state of a copied or unpickled model to `_STATES`."""
         vars(self).update(values)
         _STATES.add(self)
 
@@ -264,7 +264,7 @@ def _check_whole(op: str, state: _State) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        if config._experts_implementation_internal == NAME:  # keep an implementation that was chosen later
+        if config._experts_implementation_internal == NAME:  # unless other code changed the implementation
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)

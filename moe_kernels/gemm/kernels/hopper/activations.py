@@ -44,8 +44,8 @@ def _gelu_tanh(x):
 @gluon.jit
 def _gelu(x):
     """Return x * P(z < x) for a standard normal z. An odd polynomial in x approximates the natural logarithm of
-    P(z < x) / P(z > x). The polynomial's error is at most 2.9e-4 for |x| <= 5.6 and grows beyond. The relative error
-    of the smaller probability is as large as the polynomial's error."""
+    P(z < x) / P(z > x). The polynomial's error is at most 2.9e-4 for |x| <= 5.6 and grows beyond. The smaller of the
+    two probabilities has a relative error as large as the polynomial's error."""
     square = x * x
     total = -8.17412255e-10 * square + 9.19358523e-08
     total = total * square - 3.90990847e-06
@@ -104,7 +104,7 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
 
 @gluon.jit
 def _product_backward(value, slope, up, dactivated):
-    """Return (value * up, dgate, dup). `value` is a function of the gate, and `slope` the function's derivative."""
+    """Return value * up, and the gradients of gate and up. `slope` is the derivative of `value` by the gate."""
     return value * up, dactivated * up * slope, dactivated * value
 
 

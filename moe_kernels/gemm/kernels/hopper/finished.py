@@ -21,7 +21,7 @@ class Finished:
     """Position of the finished tile that is still to be written."""
 
     group: gl.tensor
-    row: gl.tensor  # row coordinate in a ragged descriptor, where ROW_BOUND is the end of the group
+    row: gl.tensor  # row coordinate in a ragged descriptor: ROW_BOUND minus the number of rows to the group's end
     end: gl.tensor
     column: gl.tensor  # index of the column tile
 
@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Without `pinned`, the 16-bit bias would be unpacked right after its load, which makes the code wait there.
+        # Without `pinned`, the compiler would unpack the 16-bit bias right after its load. Threads would wait there.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 

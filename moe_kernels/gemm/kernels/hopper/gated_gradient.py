@@ -79,7 +79,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster than these.
+    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)

@@ -86,8 +86,8 @@ def _differentiate(
     gate_buffer = staged.gate.index(PIECE % 2)
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
-    # The phase is PIECE // 2, because each buffer serves two pieces of a tile. The wait also keeps the compiler from
-    # moving the code below between the multiplications, which would then wait for this code.
+    # The phase is PIECE // 2, because each buffer serves two pieces of a tile. Without this wait, the
+    # compiler would also move the code below between the multiplications, which would delay the multiplications.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
@@ -133,7 +133,7 @@ def _consume(
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
     kept = packed(total.to(dtype))  # dA' of the finished tile; `last_...` are the tile's position and weights
-    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
+    # No tile is finished yet. The hardware ignores the first writes, because their row coordinate is ROW_BOUND.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
     last_column = gl.to_tensor(0)

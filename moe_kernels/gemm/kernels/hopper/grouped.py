@@ -50,7 +50,7 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return the best height of a band, `least` to 2 * `least` row tiles, if the last column tile takes half the time.
+    """Return the best height of a band, `least` to 2 * `least` row tiles, for a last column tile of half width.
 
     A band is a set of adjacent row tiles, computed column by column. A band's last column tiles follow one another.
     Every num_programs-th tile goes to the same program. With most heights, some programs get many last column tiles and
@@ -87,7 +87,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
         if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
-            # Padding the reduction with empty steps would take longer than a separate activation pass.
+            # The reduction has too few steps for the activation. Empty steps would take longer than a separate pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
             return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")

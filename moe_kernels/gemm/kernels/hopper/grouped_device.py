@@ -9,7 +9,7 @@ from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
 from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
-LONG_REDUCTION = gl.constexpr(16)  # least number of steps for which warpgroups without rows multiply: see `_consume`
+LONG_REDUCTION = gl.constexpr(16)  # with fewer steps, a warpgroup skips tiles that have no rows for the warpgroup
 
 
 @gluon.jit
@@ -93,7 +93,7 @@ def _consume(
     half_layout: gl.constexpr = left.type.layout
     if PIECES:
         left, right = packed(left), packed(right)
-    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
+    # No tile is finished yet. The hardware ignores the first writes, because their row coordinate is ROW_BOUND.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, its
     # program would run ahead of programs that read the same data. The L2 cache would drop the data before the slower

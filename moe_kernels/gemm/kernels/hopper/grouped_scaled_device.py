@@ -8,7 +8,7 @@ Each step loads its scales at its start, so that the scales arrive while the ten
 tile's position one tile ahead, because a tile's first step needs the position to load the scales.
 """
 
-# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+# No `from __future__ import annotations`, because the fields of an aggregate must be types, not strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -30,7 +30,7 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # columns that share a scale; the sum of their products is scaled and added to the total
+_STEP = gl.constexpr(128)  # values of K per step, and columns multiplied at a time; B has one scale per such block
 _ROWS = gl.constexpr(64)  # rows of a tile that one consumer computes
 
 
@@ -82,7 +82,7 @@ def _produce(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     if a_desc is None:
-        # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
+        # Rounding depth and stride down changes no value, but lets the compiler copy 16 bytes at a time.
         depth = depth // 16 * 16
         a_stride = a_stride.to(gl.int64) // 16 * 16
         token = _rows_of_a(row_to_token_ptr, row, end, r)
@@ -143,7 +143,7 @@ def _consume(
     partial = gl.zeros((_ROWS, _STEP), gl.float32, layout)  # [64, 128]
     left = pinned(partial.to(out_desc.dtype))
     right = left
-    # No tile is finished yet. At this row coordinate (ROW_BOUND) the hardware clips, so the first writes do nothing.
+    # No tile is finished yet. The hardware ignores the first writes, because their row coordinate is ROW_BOUND.
     at_end = gl.to_tensor(0)
     at_row = gl.to_tensor(0x40000000)
     at_column = gl.to_tensor(0)

@@ -73,7 +73,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
+    # Rounding depth and stride down changes no value, but lets the compiler copy 16 bytes at a time.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0

@@ -42,7 +42,8 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
-    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread also signals `full`."""
+    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread also signals `full`
+    when the rows that the thread copies have arrived."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(SLOTS):
@@ -110,7 +111,7 @@ def moved(pointers, num_columns):
     at = gl.inline_asm_elementwise(
         "add.s64 $0, $1, $2;", "=l,l,l", [pointers, num_bytes], dtype=pointers.dtype, is_pure=True, pack=1
     )
-    # Assembly hides the alignment. The compiler must know the alignment to copy 16 bytes at a time.
+    # The compiler cannot derive the alignment of results of assembly, but needs the alignment for 16-byte copies.
     return gl.max_contiguous(gl.multiple_of(at, [16, 16]), [1, 128 // BITS])
 
 
@@ -157,7 +158,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. As in `pinned`, the compiler cannot move the assembly."""
+    """Pack neighbouring 16-bit columns into 32-bit values. The compiler cannot move the packing."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -166,7 +167,8 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Return the 16-bit columns of values that `packed` made. The compiler cannot move the unpacking."""
+    """Unpack 32-bit values into neighbouring 16-bit columns, as the inverse of `packed`. The compiler cannot move the
+    unpacking."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)

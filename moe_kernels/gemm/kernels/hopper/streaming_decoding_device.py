@@ -26,7 +26,7 @@ def values_per_64_bytes(FORM):
 
 @gluon.constexpr_function
 def _row_bases(block_out, num_warps):
-    """Return the linear-layout bases of mma's rows as (lanes, warps, registers). The warps in turn get 16 rows each."""
+    """Return linear-layout bases (lanes, warps, registers) of mma's rows. The warps in turn get 16 rows each."""
     powers = [1 << i for i in range(block_out.bit_length() - 1)]
     return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
 
@@ -75,13 +75,13 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     """Permute the reduction axis of rows [ROWS, K] to the order in which `_decoded` returns the weight.
 
-    A chunk of 64 bytes has four axes: thread (c), 4-byte word of the thread (w), pair in the word (j), and value in the
-    pair (q). The last axes of the result are c and q, because mma multiplies the pairs of four threads at a time.
+    A chunk of 64 bytes has four axes: thread, 4-byte word of the thread, pair of values in the word, and value in the
+    pair. The result's order is word, pair, thread, value, because mma multiplies the pairs of four threads at a time.
     """
     ROWS: gl.constexpr = rows.shape[0]
-    if FORM == "mxfp4":  # stored as c, w, q, j: values j and j + 4 of a word are a pair
+    if FORM == "mxfp4":  # a word holds 8 values; values j and j + 4 are pair j
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
-    else:  # stored as c, w, j, q: neighbouring values are a pair
+    else:  # a word holds 4 values; neighbouring values are a pair
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return ordered.reshape(ROWS, rows.shape[1])
 
@@ -93,7 +93,8 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
         low, high = _decode_mxfp4(stored, scale, NAN_255)
-        # The last five axes are c, w, r, q and o. The j of `_mma_order` is 2 * o + r.
+        # `low` holds pairs 0 and 1 of each word, `high` pairs 2 and 3. The last five axes are: thread, word, pair in
+        # `low` or `high`, value in the pair, and `low` or `high`.
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
     else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
@@ -103,7 +104,7 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 
 @gluon.constexpr_function
 def _mxfp4_assembly(nan_255):
-    """Return assembly that writes the 32 values in $16 to $19, times the e8m0 scale in $20's low byte, to $0 to $15.
+    """Return assembly that writes 32 bfloat16 products to $0 to $15: values in $16 to $19 times $20's low byte (e8m0).
 
     Values j and j + 4 of a 4-byte word are 16 bits apart and are decoded as a pair. A multiplication by a sum of two
     powers of two shifts the fields of both values to their bfloat16 positions. Exponents become the lowest exponent
@@ -131,7 +132,7 @@ def _mxfp4_assembly(nan_255):
 
 @gluon.constexpr_function
 def _fp8_assembly():
-    """Return assembly that writes the 4 e4m3 values in $2, times the float32 scale in $3, to $0 and $1 as bfloat16."""
+    """Return assembly that multiplies the 4 e4m3 values in $2 by the scale in $3 and writes bfloat16 to $0 and $1."""
     half = "mov.b32 {{a, b}}, x; cvt.f32.f16 p, a; cvt.f32.f16 q, b; mul.rn.f32 p, p, $3; mul.rn.f32 q, q, $3; "
     half = "cvt.rn.f16x2.e4m3x2 x, {0}; " + half + "cvt.rn.bf16x2.f32 {1}, q, p; "
     declared = "{ .reg .b16 a, b, c, d; .reg .b32 x; .reg .f32 p, q; mov.b32 {c, d}, $2; "
@@ -166,8 +167,8 @@ def _decode_fp8(stored, scale):
 
 @gluon.jit
 def _load_scales(ptr, row, exists, step, IN: gl.constexpr, CHUNKS: gl.constexpr, FORM: gl.constexpr):
-    """Load a step's scales for `_scales_of_stored`: [BLOCK_OUT, 4 * CHUNKS] for MXFP4, [BLOCK_OUT] float32 for FP8.
-    `ptr` points to the first scale of the group's matrix."""
+    """Load a step's scales. MXFP4 has one scale per 16 stored bytes: [BLOCK_OUT, 4 * CHUNKS]. FP8 has one float32 scale
+    per row in a step: [BLOCK_OUT]. `ptr` points to the first scale of the group's matrix."""
     if FORM == "mxfp4":
         layout: gl.constexpr = _by_16_bytes_layout(row.shape[0], CHUNKS, gl.num_warps())
         column = step * (4 * CHUNKS) + gl.arange(0, 4 * CHUNKS, layout=gl.SliceLayout(0, layout))
@@ -192,7 +193,7 @@ def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHU
 
 @gluon.jit
 def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr):
-    """Load a step's values of the rows, [ROWS, VALUES]. Values past IN or past the last row are zeros."""
+    """Load, for one step, VALUES values of each row: [ROWS, VALUES]. Values past IN or past the last row are zeros."""
     VALUES: gl.constexpr = pointers.shape[1]
     k = step * VALUES + gl.arange(0, VALUES, layout=gl.SliceLayout(0, layout))
     return gl.load(pointers + step * VALUES, mask=row_mask[:, None] & (k < IN)[None, :], other=0.0)
@@ -200,7 +201,7 @@ def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr)
 
 @gluon.jit
 def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.constexpr):
-    """Start to copy a step's bytes of the weight to shared memory. `step` is (index of the copy, step along IN)."""
+    """Start to copy one step's weight bytes to shared memory. `step` is (number of earlier copies, step along IN)."""
     slot = step[0] % STAGES
     mbarrier.expect(full.index(slot), w_desc.block_type.nbytes, pred=pred)
     column = step[1] * w_desc.block_type.shape[-1]

@@ -21,14 +21,14 @@ LONG_WORK = gl.constexpr(4400)
 class Tiles:
     """The tiles of the product: every row tile with every column tile. A table or the offsets give the row tiles."""
 
-    entries: gl.tensor  # pointer to table entries [capacity, 2]; without a table, cumulative tile counts of `walk`
+    entries: gl.tensor  # pointer to table entries [capacity, 2]; without a table, the groups' cumulative tile counts
     bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
     num_steps: gl.tensor  # steps of the reduction
     block_m: gl.constexpr
-    group_tiles: gl.constexpr  # row tiles computed for one column tile before the next, so that B stays in L2 cache
+    group_tiles: gl.constexpr  # row tiles computed per column tile before the next column tile, so that B stays in L2
     num_groups: gl.constexpr  # None if there is a table
 
     @gluon.constexpr_function
@@ -81,8 +81,8 @@ def walk(offsets_ptr, num_rows, BLOCK_M: gl.constexpr, NUM_GROUPS: gl.constexpr)
 
 @gluon.jit
 def with_walk(tiles):
-    """Return `tiles` with the result of `walk` in the registers of the calling warps. With a table, return `tiles`
-    unchanged."""
+    """Return `tiles` with the groups' tile counts and end rows (`walk`) in the registers of the calling warps. If there
+    is a table, return `tiles` unchanged."""
     if tiles.num_groups is None:
         return tiles
     else:

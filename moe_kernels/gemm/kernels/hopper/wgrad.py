@@ -1,4 +1,4 @@
-"""Kernel catalog entries for the warp-specialised weight gradient, with the reasons for unsupported arguments."""
+"""Kernel catalog entries of the warp-specialised weight gradient, and their checks of the arguments."""
 
 from __future__ import annotations
 

@@ -186,7 +186,8 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Start a step's product a.T[rows of this warpgroup] @ dout[:, :columns of total]. If `use_total`, add `total`."""
+    """Start to multiply this warpgroup's rows of a.T by as many columns of dout as `total` has, for one step. If
+    `use_total`, add `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).reshape([BLOCK_R, 2 * total.shape[0]])
     a = a.slice(WARPGROUP * total.shape[0], total.shape[0], 1).permute((1, 0))

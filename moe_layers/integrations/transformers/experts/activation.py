@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # more than one: one gate and one up column have the same order in both layouts
+_NUM_COLUMNS = 3  # more than one, because one gate and one up column have the same order in both layouts
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:

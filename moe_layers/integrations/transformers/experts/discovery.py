@@ -68,7 +68,7 @@ def find_experts(model: nn.Module, implementation: str | None, selectable: set[i
     for part in found:
         spec, experts = part.spec, part.experts
         check_stored(part.name, experts, spec.readable, transposed=spec.transposed)
-        with torch.no_grad():  # with gradients enabled, quantised weights would have to be frozen
+        with torch.no_grad():  # otherwise `weights` refuses quantised weights that are not frozen
             # Check parameters without reshaping, because DeepSpeed's ZeRO-3 empties them between forwards.
             check_weights(part.name, spec.weights(experts))
     return found

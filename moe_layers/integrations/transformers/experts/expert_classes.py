@@ -79,7 +79,7 @@ class _LinearsSpec(ExpertsSpec):
 
 def _weight_of(experts: Any, name: str) -> Weight:
     holder = getattr(experts, name)
-    if type(holder).__name__ != "JetMoeParallelExperts":  # a wrapper's change of the weight would be lost
+    if type(holder).__name__ != "JetMoeParallelExperts":  # refuse wrappers, because their changes would be lost
         raise ValueError(
             f"moe_layers: {name} of {type(experts).__name__} must be JetMoeParallelExperts, got {type(holder).__name__}"
         )

@@ -58,7 +58,7 @@ class ExpertsSpec:
         transposed: whether the stored matrices are [in, out] instead of [out, in].
         implementation: "triton", "reference", or None to choose by device.
         normed: whether `post_expert_norm` normalises each expert's output before the output is weighted.
-        precision: see `fused_experts`.
+        precision: "fp8", "fp8_saved" or None (default), see `fused_experts`.
     """
 
     copies: ClassVar[bool] = False  # True if `w_up` is a copy of the parameters instead of a view
@@ -76,7 +76,7 @@ class ExpertsSpec:
 
     @property
     def adaptable(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose low-rank changes the method `adapters` converts."""
+        """Return the names of the parameters for which the kernels can compute low-rank changes."""
         return () if self.normed else (self._up_name, "down_proj")
 
     readable = adaptable  # names of the parameters whose 4-bit form the kernels can read
@@ -87,7 +87,8 @@ class ExpertsSpec:
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Parametrised ones are left out: PEFT would cache them."""
+        """Return the weights to check at the first call. Parametrised weights are left out, because PEFT would
+        cache their values once read."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -200,7 +201,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn once if PEFT itself computes adapters that the kernels could compute if `enable` were called."""
+    """Warn once if PEFT computes adapters, and the kernels could compute the adapters after a call of `enable`."""
     changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
         return
@@ -239,7 +240,7 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32, or the rows of a dispatcher
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # the module's parameters, if local tensors replace them
+    parameters: tuple[Weight, Weight] | None = None,  # original parameters, if local parts have replaced them
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
@@ -272,7 +273,7 @@ def compute_module(
 def _forms(
     experts: Any, parameters: tuple[Any, Any] | None, parts: tuple[Any, ...], weights: tuple[Any, Any]
 ) -> ScaledForms | None:
-    """Return cached e4m3 weights, or None if the op must quantise. Copied or compiled weights are not cached."""
+    """Return the cached e4m3 weights. Return None without a precision, for copied weights, and in compiled code."""
     spec: ExpertsSpec = getattr(experts, ATTRIBUTE)
     if spec.precision is None or spec.copies or torch.compiler.is_compiling():
         return None
@@ -307,5 +308,5 @@ def _normed_experts(
     return combine(out, topk_weights, permutation.slot_to_row, implementation=spec.implementation)
 
 
-# Registered in this file, because unpickling an enabled or called model may import only this file.
+# Register the function in this file, because unpickling a model that has an `ExpertsSpec` may import only this file.
 ExpertsInterface.register(NAME, experts_forward)

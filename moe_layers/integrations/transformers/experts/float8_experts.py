@@ -38,7 +38,7 @@ class Float8Spec(ExpertsSpec):
         return self._stored(experts, "down_proj")
 
     def _stored(self, experts: Any, name: str) -> QuantizedWeight:
-        if name in getattr(experts, "parametrizations", {}):  # refuse wrappers of PEFT, which would ignore the scales
+        if name in getattr(experts, "parametrizations", {}):  # PEFT's wrappers would ignore the scales
             raise ValueError(
                 f"moe_layers: {name} of {type(experts).__name__} is stored as {self.format.name}, which no wrapper can "
                 "change; plain LoRA is computed by enable(model), other adapters need dequantised experts"
@@ -98,5 +98,5 @@ def float8_experts_forward(
     return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
-# Registered in this file, because unpickling an enabled or called model may import only this file.
+# Register the function in this file, because unpickling a model that has a `Float8Spec` may import only this file.
 FP8ExpertsInterface.register(NAME, float8_experts_forward)

@@ -4,9 +4,9 @@
     model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config)
     print(enable(model))
 
-transformers' own MXFP4 experts reorder the bytes for the kernels of one GPU. Here the experts remain transformers'
-`GptOssExperts`. A parametrization computes each weight from the stored blocks, so other code reads the dequantised
-weight. `save_pretrained` writes the published names and bytes.
+transformers' own MXFP4 experts reorder the bytes for the kernels of the GPU's architecture. Here the experts remain
+transformers' `GptOssExperts`. A parametrization computes each weight from the stored blocks, so other code reads the
+dequantised weight. `save_pretrained` writes the published names and bytes.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
-        """Replace weights by empty parameters with the names on disk. transformers then loads the bytes unconverted."""
+        """Replace weights by empty parameters with the file's names. transformers then loads the bytes unconverted."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
                 num_experts, size_in, size_out = getattr(experts, name).shape
@@ -88,7 +88,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 blocks, scales = (_taken(path, experts, f"{name}_{part}") for part in ("blocks", "scales"))
                 experts.register_parameter(name, nn.Parameter(blocks, requires_grad=False))
                 stored = StoredMxfp4(scales, getattr(experts, f"{name}_bias").dtype)
-                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # unsafe: the shape changes
+                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # `stored` changes the shape
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = model.state_dict()

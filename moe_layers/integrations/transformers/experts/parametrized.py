@@ -50,13 +50,13 @@ class StoredMxfp4(nn.Module):
         return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
-        if is_dtensor(blocks):  # the case if ranks share the experts and PEFT reads the parameter
+        if is_dtensor(blocks):  # true if PEFT reads a parameter of experts that ranks share
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         num_experts, size_out, num_blocks, _ = blocks.shape
         out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
-        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # in turn, to save memory
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # one by one saves memory
             matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
         return out
 
@@ -168,7 +168,7 @@ def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
 
     Raises:
         NotImplementedError: the parameter is not in nf4.
-        ValueError: the block size is unknown.
+        ValueError: the block size is less than 32 or no power of two.
     """
     op = f"moe_layers: {name}, quantised by bitsandbytes"
     if state.quant_type != "nf4":

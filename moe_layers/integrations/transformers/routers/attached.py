@@ -17,7 +17,7 @@ from .model_forward import hook_models, unhook_models
 _ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
 _NAMES = ("gate", "router")  # names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating|ModulesToSaveWrapper)$")
-# Reasons against unsupported routers. Their forward does not return the choice and weights that the experts get.
+# Unsupported router -> reason. Most of these routers do not return the choice and weights that the experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",
@@ -58,7 +58,7 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the block and the router of the experts module `name`, and that module.
+    """Return the name of the block, the name of the router, and the experts module called `name`.
 
     The block may be the experts module itself. Wrappers may be around the experts and around the router.
     """
@@ -66,12 +66,12 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:
             router = f"{block}.{child}" if block else child
-            while f"{router}.base_layer" in modules:  # PEFT's wrapper
+            while f"{router}.base_layer" in modules:  # skip PEFT's wrappers
                 router = f"{router}.base_layer"
             kind = type(modules.get(router)).__name__
             if not _KINDS.search(kind):
                 continue
-            # The block chooses the experts in DBRX, and in many models before transformers 5.17.
+            # In DBRX, and in many models before transformers 5.17, the block chooses the experts, not the router.
             chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
             if reason := _REFUSED.get(kind, chosen_by_block):
                 raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")

@@ -2,8 +2,8 @@
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Before transformers 5.21,
 Granite's router returns these tensors in reverse order. `HookedRouter` replaces the router's forward. The replacement
-calls the original forward, and reads or changes the three tensors. Without statistics, losses, counts, records and
-replay, the replacement only calls the original forward.
+calls the original forward, and reads or changes the three tensors. If no statistics, losses, counts, records or replay
+are requested, the replacement only calls the original forward.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class ModelForward:
             # Each packed sequence starts at position 0, but the first sequence may continue from another forward.
             is_start = positions[0] == 0
             is_start[:1] = True
-            starts = is_start.nonzero().flatten()  # host synchronisation for the number of sequences
+            starts = is_start.nonzero().flatten()  # synchronises the host to count the sequences
             return torch.diff(starts, append=starts.new_full((1,), num_tokens)).to(device)
         return num_tokens // batch if batch else None
 
@@ -133,7 +133,7 @@ def _begin(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @disable_dynamo
 def _end(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """End the forward, even after an exception. Hook the outputs, so that `recompute` runs before a recomputation."""
+    """End the forward, even after an exception. Hook the outputs, so that `recompute` runs at the start of backward."""
     forward = current_forward()
     if forward is None or forward.owner is not module:
         return

@@ -44,7 +44,7 @@ class DispatchedExperts(EPImplementation):
         recognise_once(experts, self._make_spec)
         ranks = Ranks.of(ep_mesh.get_group())
         name = f"{NAME}: {type(experts).__name__}"
-        style = ExpertParallel(average_gradients=False)  # FSDP2 divides the gradients
+        style = ExpertParallel(average_gradients=False)  # FSDP2 already divides the gradients by the number of ranks
         num_local: int = experts.num_experts
         self._sharing = Sharing(name, num_local * ranks.size, ranks, style)
         setattr(experts, DISPATCHED, name)

@@ -47,7 +47,7 @@ class Sharing:
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
         # Let a recomputation repeat the choice, because another choice would send and save other numbers of rows.
-        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # logits are not read
+        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # no dispatcher reads logits
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # The output must not be a view: models may change it in place, and a view would lose FSDP2's hooks.
         return out.clone() if out._is_view() else out
@@ -102,7 +102,8 @@ class ExpertsOfModule:
 
 @contextmanager
 def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
-    """Inside the context, replace sharded tensors by this rank's parts, and scale gradients of `post_expert_norm`."""
+    """Replace sharded tensors by this rank's parts inside the context. Also multiply the gradients of the parameters of
+    `post_expert_norm` by `replicated_scale`."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, module in experts.named_modules():

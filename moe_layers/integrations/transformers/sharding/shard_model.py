@@ -113,7 +113,7 @@ def shard_experts(
         ValueError: the model is not enabled or is sharded already, its parameters are DTensors or partitioned by
             DeepSpeed's ZeRO-3, an argument is wrong, experts cannot be divided, PEFT itself computes an adapter, the
             ranks disagree, or a rank does not call. All ranks raise within `seconds`, before anything changes. A rank
-            with a wrong mesh raises at once; for the other ranks, it is a rank that does not call.
+            with a wrong mesh raises at once. The other ranks then raise as if that rank had not called.
         NotImplementedError: "overlapped" with experts that it does not support.
     """
     group = group_of(_OP, mesh)

@@ -52,8 +52,8 @@ def reading_shares(
 ) -> Iterator[None]:
     """Make `from_pretrained` call `enable` and `shard_experts` for each model before any weight is read.
 
-    Each rank then reads its own experts and all weights that are not experts. Weights are not read ahead of their
-    conversion. With GPUs, pass `device_map={"": device}` to `from_pretrained`. The context needs a version of
+    Each rank then reads its own experts and all weights that are not experts. Each weight is read only when its
+    conversion starts. With GPUs, pass `device_map={"": device}` to `from_pretrained`. The context needs a version of
     transformers that reads parts of DTensors, such as 5.23. Use safetensors files, because other files are read whole.
 
     All ranks must enter and leave the context, and call `from_pretrained` equally often. In `from_pretrained`, and at
@@ -107,7 +107,8 @@ def reading_shares(
 
 @contextmanager
 def _without_reading_ahead() -> Iterator[None]:
-    """Keep transformers' threads from reading up to a rank's whole share into memory ahead of the conversion."""
+    """Let transformers read each weight only when its conversion starts. By default, threads may read all weights of
+    the rank into memory before the conversion."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
