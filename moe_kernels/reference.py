@@ -1,4 +1,4 @@
-"""The specification of the package: every op in plain PyTorch, in pipeline order. Computes float64 inputs in float64.
+"""Specification of the package: every op in plain PyTorch, in pipeline order. Float64 inputs are computed in float64.
 
     tokens -> logits -> topk_routing -> sort_by_expert -> permute -> grouped_gemm -> activation -> grouped_gemm
            -> combine
@@ -22,11 +22,11 @@ from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     score = functional.softplus(logits)
-    is_zero = score == 0  # true for float32 logits below -104; masked, because sqrt's gradient at 0 is infinite
+    is_zero = score == 0  # float32 logits below -104; masked, because sqrt's gradient at 0 is infinite
     return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
-# Functions from logits [T, E] to scores, which are never negative.
+# name -> function from logits [T, E] to scores, which are never negative
 SCORES = {"softmax": lambda logits: logits.softmax(-1), "sigmoid": torch.sigmoid, "sqrt_softplus": _sqrt_softplus}
 
 
@@ -155,7 +155,7 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # At most `most` groups have rows. Integers use `min`, because Dynamo of PyTorch 2.11 refuses `sym_min` of integers.
+    # Maximum number of groups with rows. Integers need `min`, because Dynamo of PyTorch 2.11 refuses `sym_min`.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
@@ -203,8 +203,8 @@ def _split_groups(
     ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += rows.shape[0]
-    # Make rows contiguous. In tracers the sizes of pieces are symbols, and tracers cannot compare the strides of
-    # column-major pieces with such sizes.
+    # Make rows contiguous. In tracers the sizes of pieces are symbols. Tracers cannot compare these symbols with the
+    # strides of column-major pieces.
     return rows.contiguous().split(sizes.tolist())
 
 
@@ -335,7 +335,7 @@ def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# Each function takes (gate, up) if gated, else one value. Its next parameters are the limit and alpha, if needed.
+# name -> function of (gate, up) if gated, else of one value; some functions also take the limit, or limit and alpha
 _ACTIVATIONS = {
     "swiglu": lambda gate, up: functional.silu(gate) * up,
     "geglu": lambda gate, up: functional.gelu(gate) * up,

@@ -76,7 +76,7 @@ def _product(
 
 
 class _Undifferentiable(torch.autograd.Function):
-    """Returns `gradient`, connected to `sources` in the autograd graph. Backward raises: rounding has no derivative."""
+    """Returns `gradient`, connected to `sources` in the autograd graph. Backward raises NotImplementedError."""
 
     @staticmethod
     def forward(gradient: Tensor, *sources: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[[Any, Tensor], Any]:
-    """Wrap a backward, so that gradients of gradients raise. PyTorch's `once_differentiable` gives wrong values with
-    `autograd.grad`."""
+    """Wrap a backward, so that gradients of gradients raise, because rounding has no derivative. PyTorch's
+    `once_differentiable` does not always raise: with `autograd.grad` it gives wrong values."""
 
     @functools.wraps(backward)
     def run(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -130,8 +130,8 @@ class _WeightedLinear(torch.autograd.Function):
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    `kept` holds the rows for backward, which may be less precise than `rows`. Autograd passes the gradient of the rows
-    to `kept`, and none to `rows`.
+    Backward reads `kept`: `rows`, or a less precise copy of `rows`. Autograd passes the gradient of the rows to `kept`,
+    and none to `rows`.
     """
 
     @staticmethod
@@ -149,10 +149,10 @@ class _WeightedLinear(torch.autograd.Function):
     @_first_order
     def backward(ctx, dout: Tensor):  # [T, D]
         _, rows, weight, weights, slot_to_row, offsets = ctx.saved_tensors
-        slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # T * K for padding rows
+        slot = reference.row_to_slot(slot_to_row)[: len(rows)]  # each row's slot; T * K for padding rows
         padded = functional.pad(dout, (0, 0, 0, 1)).index_select(0, slot // max(slot_to_row.shape[1], 1))
         row_weights = reference.row_weights(weights, slot_to_row, len(rows))[:, None]  # [R, 1]
-        dproduct = _product(padded, _rounded_weight(weight, _wide(rows)), offsets)  # dA'
+        dproduct = _product(padded, _rounded_weight(weight, _wide(rows)), offsets)  # dA' in the docstring
         dslots = functional.pad((dproduct.to(weights.dtype) * rows).sum(1), (0, 1))
         dweights = dslots[torch.where(slot_to_row < 0, len(rows), slot_to_row)]
         dweight = reference.grouped_gemm_wgrad(padded, (row_weights * rows).to(rows.dtype), offsets)
@@ -189,7 +189,7 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # `rounded`, with gradient to `preactivation`
+        read = preactivation + (rounded - preactivation).detach()  # value: rounded; gradient: to preactivation
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

@@ -21,14 +21,14 @@ class RouterSpec:
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
-    Scores have the order of the logits, but different logits may give equal scores. Without a selection bias or
-    "top2_sum", experts are therefore chosen by logit.
+    Scores have the order of the logits, but different logits may round to equal scores. Without a
+    selection bias and without "top2_sum", experts are therefore chosen by logit instead of by score.
 
     Args:
         input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
             by sqrt(D), and multiplied by a learned vector. None, the default, leaves the token unchanged.
         logit_bias: whether the linear map has a bias.
-        logit_softcap: the logits become softcap * tanh(logits / softcap).
+        logit_softcap: if set, the logits become softcap * tanh(logits / softcap).
         sparsemixer_jitter: if set, the router is a top-2 SparseMixer, as in evaluation. The router chooses the expert
             with the highest logit, then the expert with the highest of the other logits. Each weight is a softmax over
             the experts whose logits differ by at most the relative distance `2 * jitter` from the chosen logit.
@@ -38,8 +38,8 @@ class RouterSpec:
         num_groups: experts form this many groups of consecutive ids.
         topk_groups: only the experts of this many groups, those with the highest scores, can be chosen.
         group_score: score of a group: "max" of its experts' scores, or "top2_sum", the sum of the two highest.
-        normalize: whether weights are divided by a norm of the chosen scores, which is at least `norm_minimum`:
-            (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
+        normalize: whether weights are divided by the norm of the chosen scores, but at least by `norm_minimum`. The
+            norm is (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
         scale: multiplies the weights.
         per_expert_scale: whether a learned factor [E] multiplies the weights.
         weight_on_input: whether the weight multiplies the expert's input instead of its output.
@@ -166,7 +166,7 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **settings) -> RouterSpec:
-        """Return DeepSeek-V2's "group_limited_greedy": groups rank by their best expert. Weights are not normalised."""
+        """Return DeepSeek-V2's "group_limited_greedy": a group's score is its highest. Weights are not normalised."""
         return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **settings)
 
     @classmethod
@@ -261,7 +261,7 @@ class Activation:
     alpha: float | None = None
     interleaved: bool = False
     gated: bool = field(init=False, repr=False, compare=False)
-    published: bool = field(init=False, repr=False, compare=False)  # whether limit and alpha are as published
+    published: bool = field(init=False, repr=False, compare=False)  # whether limit and alpha are the published numbers
 
     def __post_init__(self):
         if self.name not in ACTIVATION_KINDS:

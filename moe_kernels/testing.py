@@ -195,7 +195,7 @@ def check_accuracy(
 
 
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
-    """Check that each error is within its budget. Measure again with larger samples if an error is up to two budgets.
+    """Check that each error is within its budget. Measure again with larger samples if an error is 1 to 2 budgets.
 
     If errors are sums of a few products, the largest of 64 errors by chance exceeds twice the largest of 64 other
     errors in about 1 % of cases. With samples of 256 errors, this happens in 0.2 % of cases. A real error exceeds

@@ -31,7 +31,7 @@ class TileTable(NamedTuple):
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block in the group; unused entries extend the tail
     num_tiles: Tensor  # [2] int32: number of tiles, first without the tail, then with the tail
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
-    block_rows: int  # most rows of a tile
+    block_rows: int  # maximum number of rows of a tile
 
 
 class Permutation(NamedTuple):
@@ -132,7 +132,7 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in] (`master`), and its e4m3 forms of `ScaledForms`. GEMMs read the forms instead."""
+    """A trained weight [E, out, in], `master`, and its e4m3 copies from `ScaledForms`. GEMMs read only the copies."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]

@@ -35,7 +35,7 @@ def autocast_is_enabled(device_type: str) -> bool:
 
 
 def autocast(operand: Tensor, device_type: str) -> Tensor:
-    """Convert the operand as autocast converts the operands of a matrix product. float64 stays float64."""
+    """Convert the operand to autocast's dtype for the device type. float64 stays float64, as under autocast."""
     if operand.dtype == torch.float64:
         return operand
     return operand.to(torch.get_autocast_dtype(device_type))

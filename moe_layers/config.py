@@ -159,7 +159,7 @@ class MoEConfig:
         return self._matrix_elements(num_experts) + vectors
 
     def flops_per_token(self) -> int:
-        """Return the floating-point operations of a token's forward: two per element of the matrices that are used.
+        """Return the number of floating-point operations of a token's forward: two per element of the used matrices.
 
         Backward takes twice as many, and with `recompute="up"` one more product of `w_up`. Activations, biases
         and the routing after the logits are not counted. A token needs fewer operations if it chooses zero experts, or
@@ -316,7 +316,7 @@ def _plain(value: Any) -> Any:
 
 
 def _parsed(name: str, value: Any) -> Any:
-    """Return a field's value from JSON types."""
+    """Return the value of field `name`, given its JSON value. A dict becomes an object of the field's class."""
     if name not in _PARTS or not isinstance(value, Mapping):
         return value
     kind = _PARTS[name]

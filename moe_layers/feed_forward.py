@@ -230,7 +230,7 @@ class MoEFeedForward(nn.Module):
         """Return whether a token's output is independent, bit for bit, of the other tokens of a call. Default False.
 
         Without auxiliary losses, a token's gradient is independent of other tokens, too. Gradients of parameters are
-        sums over all tokens, and depend on each. For any number of tokens, a matrix product runs in the same kernel,
+        sums over all tokens, and depend on all. For any number of tokens, a matrix product runs in the same kernel,
         never in cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The reference
         implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
         their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, which depend
@@ -333,14 +333,14 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # no view: it could lose FSDP2's hook
+            return out if out.shape == x.shape else restore_shape(out, info)  # a view of `out` could lose FSDP2's hook
         if self.batch_invariant:
-            self._check_invariance()  # checked in each call, because parts may have been replaced
+            self._check_invariance()  # in each call, because router or assignment may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
         slots = self._route(router_tokens, info, topk_experts)
         pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
         shared = self.shared_expert
-        shared_out = None if shared is None else shared(info.all_tokens)  # overlaps communication of the dispatcher
+        shared_out = None if shared is None else shared(info.all_tokens)  # runs while the dispatcher communicates
         out = self._from_latent(pending.wait(), tokens, slots)
         out = out if shared_out is None else out + shared_out
         return self._finish(out, slots, pending.offsets, info, return_routing)
@@ -387,7 +387,7 @@ class MoEFeedForward(nn.Module):
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # The offsets count all choices only without zero experts and before `keep_local_experts`.
+            # The offsets do not count choices of zero experts, nor of experts dropped by `keep_local_experts`.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:
@@ -410,6 +410,6 @@ class MoEFeedForward(nn.Module):
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Load a file of `save_safetensors`, and convert tensors to the parameters' dtype and device. If tensors are
-        missing, unexpected or of a wrong shape, raise ValueError and leave the layer unchanged."""
+        """Load a file written by `save_safetensors`. Convert tensors to the parameters' dtype and device. If tensors
+        are missing, unexpected or of a wrong shape, raise ValueError and leave the layer unchanged."""
         load_safetensors(self, path)

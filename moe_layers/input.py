@@ -19,7 +19,7 @@ class TokenInfo(NamedTuple):
     shape: torch.Size  # shape of the layer's input, [..., D]
     token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
     sequence_lengths: Tensor | int | None  # [N] integers, or one length for all sequences
-    num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the tokens of this call
+    num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the number of tokens of this call
 
     @property
     def sequence_length(self) -> int:

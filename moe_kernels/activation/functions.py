@@ -36,7 +36,7 @@ def _sigmoid(x):
 
 @triton.jit
 def _silu(x):
-    """Return (value, derivative)."""
+    """Return (value, derivative) of x * sigmoid(x)."""
     sigmoid, rest = _sigmoid(x)
     value = x * sigmoid
     return value, sigmoid + value * rest
@@ -68,7 +68,7 @@ def _gelu(x):
 def _gelu_tanh(x):
     """Return (value, derivative) of x * (1 + tanh(z)) / 2 = x * sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
     square = x * x
-    # The constants are c = 2 sqrt(2 / pi), 0.044715 c and, in the slope, 3 * 0.044715 c.
+    # The constants are c = 2 sqrt(2 / pi) and 0.044715 c, and 3 * 0.044715 c in the derivative of 2 z.
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * above * slope
@@ -92,7 +92,7 @@ def _tanh(x):
 
 @triton.jit
 def _relu(x):
-    """Return (value, derivative)."""
+    """Return (value, derivative) of max(x, 0)."""
     return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL), tl.where(x <= 0.0, 0.0, 1.0)
 
 

@@ -91,16 +91,16 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] with a destination
+    dpreactivation_ptr,  # [R, 2F or F]; with a destination, any number of rows
     dpreactivation_stride,
-    weighted_ptr,  # [S, F] with a destination; else [R, F], equal to dweighted_ptr
+    weighted_ptr,  # [R, F], equal to dweighted_ptr; with a destination, any number of rows
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row applies
+    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: the rows of slot_to_row
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
-    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None together with scales_ptr and num_rows
+    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None, like scales_ptr and num_rows: no e4m3 copy
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
-    num_items,  # number of slots, or of rows
+    num_items,  # number of slots, or number of rows if programs handle rows
     F,
     limit,
     alpha,
@@ -174,8 +174,8 @@ def _load_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Return gate and up [BLOCK_R, BLOCK_F] of the columns from `first`, in float32. If not GATED, return the value
-    twice.
+    """Return BLOCK_F gate columns and BLOCK_F up columns, both counted from column `first`, in float32. If not GATED,
+    return the same columns twice.
 
     Interleaved columns are loaded in memory order and separated in registers.
     """
@@ -205,7 +205,7 @@ def _store_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write gate and up columns in the layout that `_load_pair` reads."""
+    """Write gate and up columns: alternating if INTERLEAVED, else gate before up. If not GATED, write gate only."""
     dtype: tl.constexpr = pointer.dtype.element_ty
     if INTERLEAVED:
         c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]

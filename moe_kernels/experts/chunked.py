@@ -53,7 +53,7 @@ class ExpertsInParts:
         parts: the permutation of each chunk's slots.
         whole: for backward, one permutation of the slots of all chunks, in the order of the chunks. None, the default,
             uses the permutation of the first chunk.
-        reserved_sms: SMs that persistent GEMMs leave to concurrent communication.
+        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class ExpertsInParts:
         tokens: Tensor,  # [T, D] of all chunks, contiguous
         dout: Tensor,  # [T, D] of all chunks, contiguous
         topk_weights: Tensor,  # [T, K] of all chunks, float32 contiguous
-        needed: Sequence[bool],  # in the order of the result
-    ) -> tuple[Tensor | None, ...]:  # in the order of `ExpertWeights`, then of `Adapters`
+        needed: Sequence[bool],  # whether to compute each gradient, in the order of the result
+    ) -> tuple[Tensor | None, ...]:  # gradients of the fields of `ExpertWeights`, then of `Adapters`
         """Return the gradients that `needed` asks for, and None in place of the others. If one factor of an adapter
-        needs a gradient, the other factor also gets its gradient. If no earlier step has kept an adapter's low-rank
-        product [R, r], this method computes the product again."""
+        needs a gradient, the other factor also gets its gradient. This method recomputes adapters' low-rank products
+        [R, r] that no earlier step has kept."""
         experts, whole, hidden, up_low = self.experts, self.whole, self._hidden, self._up_low_of_all()
         up_a, _, _, down_b = experts.adapters
         needs_w_up, needs_w_down, needs_b_up, needs_b_down, *needs_factors = needed

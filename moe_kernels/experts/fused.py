@@ -63,23 +63,23 @@ def fused_experts(
 
     Args:
         w_up: a tensor, or a `QuantizedWeight` if `w_down` is a `QuantizedWeight` of the same format.
-        permutation: from `sort_by_expert` for the experts that `topk_weights` belong to. Dropped slots add nothing.
+        permutation: result of `sort_by_expert` for the experts that `topk_weights` refer to. Dropped slots add nothing.
         adapters: low-rank changes of the weights, in any floating-point dtype. Adapters are rounded to the tokens'
             dtype. No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further
             saved tensor [R, r], with the rank r rounded up to a multiple of 8.
         weight_on_input: True multiplies the expert's input by the routing weight; False, the default, its output.
         recompute: "up" does not save the pre-activations. Backward recomputes them, with the same bits. None, the
             default, saves them. The reference ignores this setting.
-        reserved_sms: SMs that persistent GEMMs leave to concurrent communication. Results have the same bits for any
-            number.
+        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0. The number
+            does not change the bits of the results.
         batch_invariant: a token's output, and the gradients of the token and its routing weights, do not depend on the
             other tokens, bit for bit. The number of rows then does not decide which kernel runs, and the reference
             computes token by token.
         precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
             each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
-            dtype of the tokens. Weights are quantised in every forward and backward. `MoEFeedForward` caches the
-            result. "fp8_saved" also saves the pre-activations in e4m3: about half the bytes, and less precise
-            gradients.
+            dtype of the tokens. This function quantises the weights in every forward and backward, whereas
+            `MoEFeedForward` caches the quantised weights. "fp8_saved" also saves the pre-activations in e4m3, with
+            about half the bytes and less precise gradients.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -115,7 +115,7 @@ def compute_experts(
     implementation: str | None = None,
     **settings: Any,
 ) -> Tensor:  # [T, D]
-    """Compute `fused_experts` with the weights packed in an `ExpertWeights`. `make_operands` gets the `settings`."""
+    """Compute `fused_experts` with packed weights. `settings` are further arguments of `make_operands`."""
     if reserved_sms < 0:
         raise ValueError(f"fused_experts: reserved_sms must not be negative, got {reserved_sms}")
     _check_formats(weights)
@@ -128,7 +128,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Quantised weights need the op, because autograd through the reference would save dequantised weights.
+        # Run the reference as an op for quantised weights, because plain autograd would save the dequantised weights.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -208,7 +208,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands of the op and check its settings and adapters. `check_operands` checks the other operands.
+    """Pack the operands of `fused_experts_op`, and check settings and adapters. `check_operands` checks other operands.
 
     Args:
         others: further fields of `ExpertOperands`.
@@ -286,7 +286,7 @@ def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> N
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    # All experts may share up_a, which multiplies tokens, and down_b, which gives outputs. E is then 1 in the shape.
+    # All experts may share up_a, which multiplies tokens, and down_b, which gives outputs. A shared factor has E = 1.
     allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
     if 0 in shape[1:] or list(factor.shape) not in allowed:
         wanted = " or ".join(map(str, allowed))

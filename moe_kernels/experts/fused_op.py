@@ -10,9 +10,9 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up. Every reader of H
-adds b_up, because rounding the sum for the store would more often move a value across a clamp's limit. b_down is added
-before Y is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. With biases
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, and every reader of
+H adds b_up. Storing H + b_up, rounded, would more often move a value across a clamp's limit. b_down is added before Y
+is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. With biases
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
@@ -100,10 +100,10 @@ class _Outputs(NamedTuple):
     out: Tensor  # [T, D]
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward recomputes H
     scales: Tensor | None  # [R, 2F / 128 or F / 128] float32, for H in e4m3
-    low: Tensor | None  # X @ up_a^T [R, r] with adapters
+    low: Tensor | None  # [R, r]: gathered tokens @ up_a^T; None without an adapter of w_up
     topk_weights: Tensor | None  # [T, K]; None without a router
     topk_experts: Tensor | None  # [T, K]; None without a router
-    buffer: Tensor | None  # `SortedSlots.buffer`; None if the caller sorted the slots
+    buffer: Tensor | None  # the permutation, as `SortedSlots.buffer`; None if the caller sorted the slots
 
 
 @registered_op("fused_experts")
@@ -184,7 +184,7 @@ def _(operands):
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
-    # Keep the weights themselves, because a tensor that autograd saved may come back without the attribute `main_grad`.
+    # Refer to the weights here, because tensors that autograd saves and returns may lack the attribute `main_grad`.
     ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None
     # Backward does not read the selection bias. A saved bias that changes in place would make backward raise.
     if "selection_bias" in ctx.names:
@@ -252,14 +252,14 @@ def read_by_backward(
 
 def compute_gradients(
     dout: Tensor,  # [T, D]
-    of_forward: list[SavedForBackward],  # one item; removed here, so that the caller's list keeps no tensor alive
+    of_forward: list[SavedForBackward],  # one item, removed here so that the caller keeps no tensor alive
     needed: set[str],  # names of operands that need a gradient
-    main_grads: dict[str, Tensor],  # by the name of the weight
+    main_grads: dict[str, Tensor],  # name of a weight -> its `main_grad`
 ) -> dict[str, Tensor | None]:
     """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # else each op slices the buffer, because Inductor would compile a slice made here twice
+    if not is_traced:  # under a tracer each op slices, because Inductor would compile a slice made here twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
@@ -297,7 +297,7 @@ def compute_gradients(
 
 
 def _needs(needed: set[str], projection: str) -> tuple[bool, bool, bool]:
-    """Return whether the gradients of a projection's weight, bias and adapter are needed."""
+    """Return three flags: whether the gradients of a projection's weight, bias and adapter are needed."""
     factors = {f"{projection}_a", f"{projection}_b"}
     return f"w_{projection}" in needed, f"b_{projection}" in needed, not needed.isdisjoint(factors)
 

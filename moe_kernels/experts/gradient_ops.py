@@ -64,7 +64,7 @@ def hidden_gradients_op(
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # whether this op makes H and may overwrite it
+    is_own = operands.recompute or scales is not None  # whether this op computes its own H, which it may overwrite
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, rows.as_read(tokens), topk_weights)
     elif scales is not None:
@@ -113,7 +113,7 @@ class _DownGradients(NamedTuple):
     dw_down: Tensor | None
     db_down: Tensor | None
     ddown_a: Tensor | None
-    ddown_b: Tensor | None  # [E, r, D], transposed
+    ddown_b: Tensor | None  # [E, r, D]: transposed gradient of down_b [E, D, r]
 
 
 @registered_op("experts_down_gradients")
@@ -163,10 +163,10 @@ def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 class UpGradients(NamedTuple):
     dtokens: Tensor | None
-    dtopk_weights: Tensor | None  # [T, K], if the routing weights multiply the input
+    dtopk_weights: Tensor | None  # [T, K]; None unless routing weights multiply the input
     db_up: Tensor | None
     dup_a: Tensor | None
-    dup_b: Tensor | None  # [E, r, 2F or F], transposed
+    dup_b: Tensor | None  # [E, r, 2F or F]: transposed gradient of up_b [E, 2F or F, r]
     dw_up: Tensor | None
 
 

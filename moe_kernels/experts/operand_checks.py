@@ -1,4 +1,4 @@
-"""The checks of the expert op's operands, and of the GPU with precision "fp8"."""
+"""Checks of the expert op's operands and, if the precision is "fp8", of the GPU."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _FIRST_CC = 90  # lowest compute capability, times 10, that runs the kernels of 
 
 
 def check_fp8_gpu(cc: int) -> None:
-    """Raise NotImplementedError unless a GPU of compute capability `cc` runs the kernels of precision "fp8"."""
+    """Raise NotImplementedError unless a GPU of compute capability `cc` / 10 runs the kernels of precision "fp8"."""
     if cc < _FIRST_CC:
         raise NotImplementedError(
             f"fused_experts: precision='fp8' needs a GPU of compute capability {_FIRST_CC / 10}, this one has {cc / 10}"

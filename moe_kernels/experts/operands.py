@@ -30,7 +30,7 @@ class ExpertOperands(NamedTuple):
     batch_invariant: bool = False
     recompute: bool = False  # compute the pre-activations again in backward
     precision: str | None = None
-    forms: ScaledForms | None = None  # the weights in e4m3, with precision "fp8"
+    forms: ScaledForms | None = None  # e4m3 weights; None: the op quantises them if `precision` is set
     adds_to_main_grad: bool = False  # add the gradients of weights to `main_grad`
 
     @property
@@ -67,8 +67,8 @@ class ExpertOperands(NamedTuple):
         return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
     def fuses_router_gradient(self) -> bool:
-        """Return whether the launch that sums a token's rows of dX also adds the gradient through the routing weights:
-        see `router_gradient.py`."""
+        """Return whether one launch computes a token's gradient: the sum of the token's rows of dX, plus the gradient
+        through the routing weights. `router_gradient.py` contains this launch."""
         router, experts = self.router, self.experts
         return (
             router is not None

@@ -26,18 +26,18 @@ from .steps import Adapters, Experts
 
 
 class ReferenceOperands(NamedTuple):
-    """Operands of forward and backward."""
+    """Operands of the reference op and of the op that computes its gradients."""
 
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K]
     experts: Experts
     permutation: Permutation
-    batch_invariant: bool  # compute token by token
+    batch_invariant: bool  # True: compute one token at a time, independent of other tokens
     precision: str | None  # "fp8" and "fp8_saved" round the operands of products to e4m3
 
 
 class ReferenceGradients(NamedTuple):
-    """The gradients of the operands that need one."""
+    """The gradient of each operand; None for an operand that needs no gradient."""
 
     tokens: Tensor | None
     topk_weights: Tensor | None
@@ -129,7 +129,7 @@ def _gradients_op(dout: Tensor, operands: ReferenceOperands, needed: tuple[bool,
 
     # Differentiate by torch.func, because autograd is off inside an op.
     differentiate = torch.func.vjp(run, *(given[name] for name in names))[1]
-    # Make gradients contiguous, as the fake function promises: the strides that autograd gives depend on the inputs.
+    # Make gradients contiguous, as declared by the fake function. Autograd's strides depend on the inputs.
     gradients = {name: g.contiguous() for name, g in zip(names, differentiate(dout), strict=True)}
     return ReferenceGradients(*map(gradients.get, _DIFFERENTIABLE))
 

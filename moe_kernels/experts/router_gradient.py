@@ -136,7 +136,8 @@ def _combine_with_router_kernel(
     ALIGNED: tl.constexpr,  # common divisor of D and both row strides
     BLOCK_D: tl.constexpr,
 ):
-    """One program sums row + dlogit * w_router[expert] over a token's slots. Grid: (T, cdiv(D, BLOCK_D))."""
+    """One program writes BLOCK_D columns of a token's gradient: the sum of rows[row] + dlogit * w_router[expert] over
+    the token's slots. Grid: (T, cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED

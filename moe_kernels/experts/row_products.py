@@ -36,7 +36,7 @@ class ScaledMatrices(NamedTuple):
 
     values: Tensor  # [E, K, N], stored as [E, N, K]
     scales: Tensor  # [E, K / 128, N / 128], rounded up
-    dtype: torch.dtype  # dtype of products
+    dtype: torch.dtype  # dtype of the products
 
     @property
     def shape(self) -> torch.Size:
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
     row_to_token: Tensor  # [R] contiguous
     table: TileTable
     reserved_sms: int = 0  # number of SMs that persistent GEMMs leave free
-    assumed_rows: int | None = None  # rows per expert for which kernels are chosen; None: the actual number
+    assumed_rows: int | None = None  # number of rows per expert for which kernels are chosen; None: the actual number
 
     @classmethod
     def of(cls, permutation: Permutation, *, reserved_sms: int, batch_invariant: bool = False) -> Rows:
@@ -62,14 +62,14 @@ class Rows(NamedTuple):
         return cls(slot_to_row, row_to_token, permutation.tile_table, reserved_sms, assumed_rows)
 
     def as_read(self, tokens: Tensor) -> Tensor:  # [T, D]
-        """Return the tokens. With batch invariance, the result's memory layout does not depend on the batch."""
+        """Return the tokens. With batch invariance, return them contiguous and at an address divisible by 16."""
         return tokens if self.assumed_rows is None else canonical_layout(tokens)
 
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
     ) -> Matrices:  # [E, out, in]; [E, in, out] if transposed
-        """Return the weight as the second operand of a GEMM of rows. A quantised weight is dequantised, unless rows are
-        so few that GEMMs decode the weight."""
+        """Return the weight as the second operand of a GEMM. A quantised weight is dequantised, unless there are so
+        few rows that the GEMMs decode the weight (`decodes`)."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):
@@ -151,8 +151,8 @@ class Rows(NamedTuple):
         gather: bool,
         extra: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | ScaledRows]:
-        """Return the product [R, 2F or F], and the activation [R, F] of product plus bias. The activation is in e4m3 if
-        the matrices are in e4m3."""
+        """Return the product [R, 2F or F] without bias, and the activation [R, F] of the product plus the bias. The
+        activation is in e4m3 if the matrices are in e4m3."""
         if isinstance(b, ScaledMatrices):
             preactivation = self.gemm(a, b, gather=gather)
             return preactivation, launch_scaled_activation(preactivation, activation, self.row_bias(bias))
@@ -190,7 +190,7 @@ class Rows(NamedTuple):
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
         if not is_worth_fusing(b, num_rows):
             return None
-        # Select the kernel before allocating the results. Expanded tensors have the results' shapes without the memory.
+        # Check that a kernel exists before allocating the results. These expanded tensors need no memory.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(
@@ -243,8 +243,8 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Return for each gather whether a copy before the GEMM gathers the rows. Otherwise the GEMM gathers the rows.
-        `dout` may be passed in place of the tokens."""
+        """Return a flag for each gather: True if a separate copy gathers the rows, False if the GEMM gathers them.
+        `tokens` may also be `dout`, because only dtype and device are read."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight):
             return selection.Copies(False, False, False)
@@ -282,9 +282,9 @@ class Rows(NamedTuple):
         return torch.where(self.slot_to_row >= 0, experts, -1)
 
 
-_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # least number of rows per expert with which an aligned copy saves time
-_ROWS_NOT_WORTH_FUSING = 128  # up to so many rows per expert, fusing the activation's gradient saves no time
-_LONGEST_FUSED = 3072  # largest length K of the reduction with which fusing the activation's gradient saves time
+_ROWS_WORTH_AN_ALIGNED_WEIGHT = 512  # minimum number of rows per expert for which an aligned copy saves time
+_ROWS_NOT_WORTH_FUSING = 128  # maximum number of rows per expert for which a fused activation gradient saves no time
+_LONGEST_FUSED = 3072  # maximum length of the reduction for which a fused activation gradient saves time
 
 
 def is_worth_aligning(matrices: Tensor, num_rows: int) -> bool:

@@ -60,7 +60,7 @@ _NO_ADAPTERS = Adapters()
 
 
 class Experts(NamedTuple):
-    """The weights and settings, which are the same for all chunks."""
+    """Weights and settings of the experts, which are the same for all chunks of tokens."""
 
     weights: ExpertWeights  # biases are contiguous
     adapters: Adapters
@@ -90,7 +90,7 @@ class Experts(NamedTuple):
         return cls(weights, factors, *settings, weight_on_input)
 
     def scaled(self, forms: ScaledForms) -> Experts:
-        """Return the same experts with weights in e4m3."""
+        """Return a copy of the experts in which the weights also have the e4m3 `forms`."""
         (w_up, w_down, *_), f = self.weights, forms
         assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
         up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
@@ -111,7 +111,7 @@ class Experts(NamedTuple):
 
 class Activated(NamedTuple):
     preactivation: Tensor  # H [R, 2F or F], for backward
-    activated: Tensor | ScaledRows  # A [R, F], in e4m3 if the weights are
+    activated: Tensor | ScaledRows  # A [R, F]; in e4m3 if the weights are in e4m3
     low: Tensor | None  # X @ up_a^T [R, r], for backward; None without adapters
 
 
@@ -119,7 +119,7 @@ def activate(
     experts: Experts,
     rows: Rows,
     tokens: Tensor,  # [T, D]
-    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+    topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
 ) -> Activated:
     """Return H = gather(tokens) @ w_up^T and A = activation(H)."""
     weights, (up_a, up_b, _, _), activation = experts.weights, experts.adapters, experts.kind()
@@ -149,9 +149,9 @@ class HiddenGradients(NamedTuple):
     """Tensors from which backward computes the gradients of tokens and weights, without reading H again."""
 
     dpreactivation: Tensor  # dH [R, 2F or F]
-    weighted: Tensor  # A_w [R, F]: A times the rows' routing weights, or A with weight_on_input
-    dtopk_weights: Tensor  # [T, K] float32; with weight_on_input, `UpGradients` holds the true gradient
-    drows: Tensor | None  # [R, D]: each token's dout in the token's rows; None if GEMMs gather, or if not needed
+    weighted: Tensor  # A_w [R, F]: A times each row's routing weight; equal to A with weight_on_input
+    dtopk_weights: Tensor  # [T, K] float32; invalid with weight_on_input: use the gradient in `UpGradients`
+    drows: Tensor | None  # [R, D]: dout copied to rows; None if GEMMs gather dout, or if w_down needs no gradient
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
     up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or if dH is written to a `Destination`
     scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F], if dX is computed from e4m3 operands
@@ -177,7 +177,7 @@ def hidden_gradients(
     `can_scale_gradient`.
     """
     b_down, (_, up_b, down_a, down_b) = experts.weights.b_down, experts.adapters
-    of_other_rows = destination is not None  # with a destination, the rows of dH follow another permutation
+    of_other_rows = destination is not None  # a destination has its own row order, which differs from that of `rows`
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
@@ -203,7 +203,7 @@ def hidden_gradients(
 def _differentiate(
     experts: Experts,
     rows: Rows,
-    given: Tensor,  # [R, D], or [T, D] with gather
+    given: Tensor,  # [R, D], or [T, D] if `gather` is set
     topk_weights: Tensor,  # [T, K]
     preactivation: Tensor,  # H [R, 2F or F]
     *,
@@ -273,7 +273,7 @@ def w_up_gradient(
     rows: Rows,
     tokens: Tensor,  # [T, D]
     dpreactivation: Tensor,  # dH [R, 2F or F]
-    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+    topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
     main_grad: Tensor | None = None,  # [E, 2F or F, D]
 ) -> Tensor:  # [E, 2F or F, D]
     """Return dH^T @ gather(tokens). If `main_grad` is given, add the product to it and return `main_grad`."""
@@ -303,7 +303,7 @@ def up_adapter_gradients(
     dpreactivation: Tensor,  # dH [R, 2F or F]
     low: Tensor,  # gather(tokens) @ up_a^T [R, r]
     up_low: Tensor,  # dH @ up_b [R, r]
-    topk_weights: Tensor | None = None,  # [T, K]; read with weight_on_input
+    topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
     """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
 
@@ -348,7 +348,7 @@ def tokens_gradient(
     rows: Rows,
     dup_input: Tensor,  # dX [R, D]
     topk_weights: Tensor,  # [T, K]
-    dtopk_weights: Tensor | None = None,  # [T, K]; read with w_router
+    dtopk_weights: Tensor | None = None,  # [T, K]; needed only if `w_router` is given
     w_router: Tensor | None = None,  # [E, D]
 ) -> Tensor:  # [T, D]
     """Return the sum of each token's rows of dX. With `w_router`, add the gradient through the routing weights."""

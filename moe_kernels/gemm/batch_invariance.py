@@ -25,7 +25,7 @@ from ..runtime.registered_ops import registered_op
 from . import selection
 from .arguments.dense import GemmArguments
 
-ASSUMED_ROWS = 2048  # rows per group for which kernels are chosen
+ASSUMED_ROWS = 2048  # number of rows per group for which kernels are chosen
 
 
 def invariant_linear(

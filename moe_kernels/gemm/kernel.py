@@ -53,7 +53,7 @@ class Operand:
     dtype: torch.dtype
     layout: str | None = None
     alignment_bytes: int = 1
-    other_dtypes: tuple[torch.dtype, ...] = ()  # further supported dtypes
+    other_dtypes: tuple[torch.dtype, ...] = ()  # supported dtypes in addition to `dtype`
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -85,10 +85,10 @@ class Design:
     tile_shape: tuple[int, int, int]
     num_warps: int
     num_stages: int
-    gather: bool = False  # rows of an operand are read through an index
+    gather: bool = False  # whether the kernel gathers the rows of an operand by an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # row tiles computed for one column tile before the next column tile, to reuse data in L2
+    group_tiles: int = 8  # number of row tiles computed per column tile before the next column tile, for reuse in L2
 
     def blocks(self, axes: str) -> dict[str, int]:
         """Return the tile's sizes as options, in the order of `axes`: "MNK" gives BLOCK_M, BLOCK_N and BLOCK_K."""
@@ -110,7 +110,7 @@ class PointerDesign(Design):
 class TmaDesign(Design):
     """Loads contiguous operands through TMA, gathered operands through asynchronous copies, in a software pipeline."""
 
-    flatten: bool = False  # one pipeline for all tiles of a program: loads start before the previous tile's epilogue
+    flatten: bool = False  # True: a program starts loading its next tile before the current tile's epilogue
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
     obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
-    epilogues: Collection[str] = ()  # epilogues that the kernel can have; the catalog lists a kernel with the first
+    epilogues: Collection[str] = ()  # activations that `with_epilogue` accepts; the catalog lists only one
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -330,7 +330,7 @@ def is_device_cc_supported(ccs: Collection[int]) -> Status:
 
 
 def operand_error(operand: Operand, tensor: Tensor) -> str | None:
-    """Return the error in the tensor's dtype, layout or alignment, or None if it fits."""
+    """Return the error in the tensor's dtype, layout or alignment, or None if the tensor fits."""
     if tensor.dtype not in operand.dtypes:
         return f"expected {' or '.join(map(str, operand.dtypes))}, got {tensor.dtype}"
     if tensor.dim() < 2:

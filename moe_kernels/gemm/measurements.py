@@ -15,9 +15,9 @@ from typing import NamedTuple
 class Table(NamedTuple):
     """Measurements of one GPU model."""
 
-    kernels: dict[str, str]  # the fastest kernel's name for each `Arguments.table_key`
-    copies: dict[str, list[bool]]  # for each `copies_key`: whether each gather in `Copies` is faster as a copy
-    milliseconds: dict[str, float] | None = None  # times of `kernels`, under the same keys; None: not recorded
+    kernels: dict[str, str]  # `Arguments.table_key()` -> name of the fastest kernel
+    copies: dict[str, list[bool]]  # `copies_key()` -> for each gather in `Copies`, whether a copy is faster
+    milliseconds: dict[str, float] | None = None  # key of `kernels` -> time of the kernel; None: not recorded
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables. For a key in both tables, return the entry of `other`."""
@@ -42,7 +42,7 @@ def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
     return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
 
 
-# The variables are read once, so later changes of the environment do not affect the selection in this process.
+# The environment variables are read once, so later changes of them do not affect the selection in this process.
 USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
 
 

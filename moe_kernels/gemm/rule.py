@@ -23,12 +23,12 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     return sorted(kernels, key=rank)
 
 
-# Multiplications per element read at which a kernel has half its full speed.
+# Number of multiplications per element read at which a kernel has half its full speed.
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
 _MANY_ROWS = 2048  # a GEMM has many rows if the rows per group, rounded up to a power of two, exceed this number
-_WIDEST_TILE = 256  # columns of the widest tile
+_WIDEST_TILE = 256  # number of columns of the widest tile
 _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is true
 
 
@@ -60,7 +60,7 @@ def _drifts(args: Arguments) -> bool:
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # row-major B: the input gradient
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # row-major B, for the input gradient
         gathers = args.row_to_token is not None
     else:
         return False
@@ -71,9 +71,9 @@ def _speed(design: Design, half_speed: int, drifts: bool) -> float:
     """Return the relative speed of computing one tile. Larger tiles read less per multiplication, and some designs
     stall less."""
     if isinstance(design, StreamingDesign):
-        return 1.0  # a streaming kernel's estimate already covers reading
+        return 1.0  # a streaming kernel's estimated cost already includes reading
     rows, columns, _ = design.tile_shape
-    reuse = rows * columns / (rows + columns)  # multiplications per element read
+    reuse = rows * columns / (rows + columns)  # number of multiplications per element read
     if isinstance(design, WarpSpecializedDesign):
         kind = _DRIFTING if drifts else 1.0
     else:

@@ -148,7 +148,7 @@ def find_for(args: Arguments, target: Target) -> Kernel | None:
 def run(args: Arguments) -> None:
     """Launch the kernel that `select` chooses. The caller must make the arguments' device the current device first."""
     if _run(args) is None and _planner.plan is None:
-        select(args)  # raises the error, because no kernel was found
+        select(args)  # raises NotImplementedError, because no kernel was found
 
 
 def run_if_supported(args: Arguments) -> bool:
@@ -173,7 +173,7 @@ def run_product(args: GroupedGemmArguments) -> None:
     if args.out.dtype == torch.float16 or not _is_fast(kernel):
         return run(args)
     table = kernel.tile_table(plain)
-    run(dataclasses.replace(plain, tile_table=table))  # runs `kernel`, because selection ignores the table
+    run(dataclasses.replace(plain, tile_table=table))  # selects `kernel` again, because selection ignores tile tables
     launch_bias_and_scale(args.out, args.bias, args.row_scale, table)
 
 
@@ -197,7 +197,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch. The same kernels run, but no recorded launches are replayed.
+# MOE_VERIFY=n checks the result of every n-th launch. The selected kernels do not change, but no record is replayed.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
     require_single_launches("MOE_VERIFY")
@@ -324,7 +324,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
     Args:
         up: the kernel of w_up's GEMM for copied rows.
-        num_columns: columns of that GEMM's result.
+        num_columns: number of columns of that GEMM's result.
         entry: the choice in the GPU's table of measurements, or None.
     """
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
@@ -335,7 +335,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return `copies`, in this process, for all arguments with the `_copies_key` of these."""
+    """Make `choose_copies` return `copies`, in this process, for all arguments with the same `_copies_key`."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
@@ -350,7 +350,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table of measurements on this GPU model. Without GPU, Triton or table file, it is empty."""
+    """Return the user's table of measurements on this GPU model, empty without GPU, Triton or table file."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

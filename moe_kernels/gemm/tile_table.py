@@ -55,8 +55,8 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
 class _Parts(NamedTuple):
     """Layout of a table's tensors in one block of memory."""
 
-    sizes: tuple[int, ...]  # int32 elements of each tensor and of each gap; gaps align the tensors to 16 bytes
-    places: tuple[int, ...]  # indices of order, bounds, tiles and num_tiles in `sizes`
+    sizes: tuple[int, ...]  # number of int32 elements of each tensor and each gap; gaps align tensors to 16 bytes
+    places: tuple[int, ...]  # indices in `sizes` of the tensors order, bounds, tiles and num_tiles
     total: int
 
 
@@ -78,7 +78,7 @@ def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
 
 
 def tile_table_in(
-    memory: Tensor | None,  # [tile_table_bytes] uint8, or more; None allocates
+    memory: Tensor | None,  # uint8, at least `tile_table_bytes` long; None: allocate new memory
     like: Tensor,
     num_rows: int,
     num_groups: int,
@@ -91,7 +91,7 @@ def tile_table_in(
         numbers = like.new_empty(total, dtype=torch.int32)
     else:
         numbers = memory[: 4 * total].view(torch.int32)
-    parts = numbers.unsafe_split_with_sizes(sizes)  # faster than split, because it ignores gradients
+    parts = numbers.unsafe_split_with_sizes(sizes)  # faster than `split`, because autograd tracks no views
     return TileTable(parts[bounds], parts[tiles].view(-1, 2), parts[num_tiles], parts[order], block_rows)
 
 
@@ -166,7 +166,7 @@ def write_tile_table(
         first = tl.max(tl.where(before, tile_ends[None, :], 0), 1)
         tl.store(tiles_ptr + entry * 2, owner, mask=entry < capacity)
         tl.store(tiles_ptr + entry * 2 + 1, entry - first, mask=entry < capacity)
-        # `entry` also numbers a group, which is inserted in `order`. The programs have at least G entries in total.
+        # `entry` is also the index of a group to insert in `order`. All programs together have at least G entries.
         size = tl.sum(tl.where(group[None, :] == entry[:, None], (ends - starts)[None, :], 0), 1)  # [ENTRY_BLOCK]
         larger = (ends - starts)[None, :] > size[:, None]
         before = larger | (((ends - starts)[None, :] == size[:, None]) & (group[None, :] < entry[:, None]))

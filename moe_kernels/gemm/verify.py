@@ -27,15 +27,15 @@ from .arguments.list import GroupedGemmListArguments
 from .kernel import Kernel
 
 _FAR = 4.0  # multiple of the error budget that rounding alone never exceeds
-_BLOCK_ROWS = 256  # rows of a dense product that are checked as one group
+_BLOCK_ROWS = 256  # number of rows of a dense product that are checked as one group
 
 
 class Comparison(NamedTuple):
-    """Part of a kernel's result, and the same part computed by plain PyTorch and in float64."""
+    """Part of a kernel's result, and the same part computed by plain PyTorch, in the kernel's dtype and in float64."""
 
     actual: Tensor
-    baseline: Tensor  # plain PyTorch in the same dtype
-    exact: Tensor  # float64
+    baseline: Tensor  # result of plain PyTorch in the dtype of `actual`
+    exact: Tensor  # result of plain PyTorch in float64
 
 
 def check_result(args: Arguments, name: str, *, first: int = 0, budgets: float = 1.0) -> None:
@@ -138,7 +138,7 @@ def _zeros(actual: Tensor) -> Comparison:
 def _bounds(
     args: GroupedGemmArguments | BlockScaledGemmArguments | ActivationGradientArguments | WgradArguments,
     num_rows: int,
-) -> list[int]:  # G + 2
+) -> list[int]:  # [G + 2]
     table = args.tile_table
     if table is None:
         assert args.offsets is not None
@@ -244,7 +244,7 @@ def _of_jagged_gemm(args: JaggedGemmArguments, first: int) -> Iterator[Compariso
 def _of_product(a: Tensor, b: Tensor, out: Tensor, epilogue: str | None) -> Comparison:
     if epilogue is None:
         return _compare(_product, out, a, b)
-    # The kernel applies the activation before it rounds the product.
+    # Apply the activation to the float32 product, because the kernel does not round before the activation.
     _, product, exact = _compare(_product, out.float(), a, b)
     activate = partial(reference.apply_activation, activation=epilogue)
     return Comparison(out, activate(product).to(out.dtype), activate(exact))

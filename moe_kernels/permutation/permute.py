@@ -115,8 +115,8 @@ def _permute_backward(ctx, drows):
 _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
-_TILE_BYTES = 2**17  # bytes of a tile in the registers of a program of 32 warps, which occupies a whole SM
-_FEWEST_TILES = 128  # fewer tiles leave SMs idle
+_TILE_BYTES = 2**17  # size in bytes of a tile that a program of 32 warps, alone on its SM, holds in registers
+_FEWEST_TILES = 128  # minimum number of large tiles; fewer would leave SMs idle
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
@@ -194,7 +194,7 @@ def _permute_kernel(
         tl.store(out, value, mask=(row >= 0)[:, None] & (d < D)[None, :])
 
 
-_PADDING_ROWS = 16  # rows per program of the kernel that sets padding rows to zero
+_PADDING_ROWS = 16  # number of rows per program of the kernel that sets padding rows to zero
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -250,15 +250,15 @@ def launch_combine(
             ALIGNED=alignment(d_model, rows.stride(0)),
             BLOCK_D=block_d,
             SKIP=rows.shape[0] < slot_to_row.numel(),
-            num_warps=max(1, block_d // 256),  # 8 columns per thread, 16 bytes of a 16-bit dtype
+            num_warps=max(1, block_d // 256),  # a thread takes 8 columns: 16 bytes of a 16-bit dtype
         )
     return out
 
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Return the columns per program, at most 2048: the largest power of two that divides `d_model`, so that no thread
-    idles. If this power is below 512, return `d_model` rounded up to a power of two."""
+    """Return the number of columns per program, at most 2048: the largest power of two that divides `d_model`, so that
+    no thread idles. If this power is below 512, return `d_model` rounded up to a power of two."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 

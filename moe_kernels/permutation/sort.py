@@ -33,10 +33,10 @@ from ..types import Permutation, TileTable
 MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's tiles
 
-_FEW_SLOTS = 1024  # up to this number, comparing all pairs of slots is faster than two more launches
-_RANKED = 32  # slots per program in the launch that compares all pairs of slots
+_FEW_SLOTS = 1024  # maximum number of slots to sort in one launch; for more slots, three launches are faster
+_RANKED = 32  # number of slots per program in the launch that compares all pairs of slots
 _COMPARED = slots_compared_at_once
-_ALIGNED_INTEGERS = 4  # int32 numbers in 16 bytes, the alignment for which Triton specialises kernels
+_ALIGNED_INTEGERS = 4  # number of int32 values in 16 bytes, the alignment for which Triton specialises kernels
 
 
 def sort_by_expert(
@@ -93,7 +93,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# This op hides the slice of rows from Inductor, which would compile a visible slice again for few tokens.
+# An op hides the slice of rows from Inductor. With a visible slice, Inductor would compile again for few tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -131,7 +131,7 @@ class SortedSlots(NamedTuple):
     rows_of_block: int
 
     @classmethod
-    def empty(cls, topk_experts: Tensor, num_experts: int, block_rows: int = BLOCK_ROWS) -> SortedSlots:  # [T, K]
+    def empty(cls, topk_experts: Tensor, num_experts: int, block_rows: int = BLOCK_ROWS) -> SortedSlots:
         num_tokens, top_k = topk_experts.shape
         total = sum(map(_padded_size, _part_shapes(num_tokens, top_k, num_experts, block_rows)))
         buffer = topk_experts.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS)
@@ -255,7 +255,7 @@ def _rank_kernel(
     else:
         slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
         expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots count as expert E. Lanes of `value` past the last slot hold E + 1, after all slots.
+        # Dropped slots count as expert E. Lanes of `value` past the last slot hold E + 1, to rank after all slots.
         kept = (expert >= 0) & (expert < E)
         expert = tl.where(kept, expert, E)
         row = tl.zeros((RANKED,), tl.int32)

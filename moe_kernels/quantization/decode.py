@@ -42,7 +42,7 @@ def decode_scales(scales: Tensor, *, halved: bool = False) -> Tensor:  # float32
     # Assemble float32 from bits, because some devices cannot convert e8m0.
     stored = scales.view(torch.uint8)
     exponent = stored.int() - int(halved)
-    # 2 ** -127 and 2 ** -128 are subnormal: a mantissa bit represents them.
+    # 2 ** -127 and 2 ** -128 are subnormal, so a mantissa bit represents each of the two powers.
     powers = torch.where(exponent < 1, _SUBNORMAL >> -exponent.clamp(max=0), exponent << 23).view(torch.float32)
     return powers if scales.dtype == torch.uint8 else powers.where(stored != 255, math.nan)
 
@@ -66,7 +66,7 @@ def decode_mxfp4(
     power, 2 ** 128, does not fit float32."""
     codes, byte = torch.tensor(_TWICE_E2M1, device=blocks.device), torch.arange(256, device=blocks.device)
     table = torch.stack([codes[byte & 15], codes[byte >> 4]], dim=-1)  # [256, 2]
-    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # unlike indexing, takes int32 indices as they are
+    numbers = functional.embedding(blocks.int(), table).flatten(-2)  # indexing would convert to int64
     return numbers.mul_(decode_scales(scales, halved=True).unsqueeze(-1)).flatten(-2)
 
 

@@ -43,7 +43,7 @@ def encode_e4m3(values):
     # Round the bits here, ties to even, because the interpreter's conversion truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # round to 3 mantissa bits; bias 127 to 7
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 mantissa bits; exponent bias 7, not 127
     # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 in float32 rounds to a multiple of 2 ** -9.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)

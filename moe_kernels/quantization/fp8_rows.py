@@ -14,7 +14,7 @@ from .fp8_device import quantize_tile, store_scales
 from .kernels import decode_e4m3
 
 _BLOCK_ROWS = 16
-_MOST_BLOCKS = 8  # largest number of 128-column blocks of a row that one program quantises
+_MOST_BLOCKS = 8  # maximum number of 128-column blocks of a row that one program quantises
 
 
 def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
@@ -101,16 +101,16 @@ def _quantize_rows_kernel(
     rows_ptr,
     rows_strides,  # [R, K]
     values_ptr,  # [R, K] bytes
-    values_stride,  # between rows
+    values_stride,  # distance between rows
     scales_ptr,  # [R, cdiv(K, 128)]
-    scales_stride,  # between rows
-    block_stride,  # between the scales of a row
+    scales_stride,  # distance between rows
+    block_stride,  # distance between scales of a row
     num_rows,
     K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """One program quantises BLOCKS blocks of BLOCK_R rows each. Grid: (cdiv(R, BLOCK_R), cdiv(K, BLOCKS * 128))."""
+    """One program quantises BLOCKS * 128 columns of BLOCK_R rows. Grid: (cdiv(R, BLOCK_R), cdiv(K, BLOCKS * 128))."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.program_id(1) * (BLOCKS * 128) + tl.arange(0, BLOCKS * 128)
     mask = (row < num_rows)[:, None] & (k < K)[None, :]
@@ -124,10 +124,10 @@ def _quantize_rows_kernel(
 @triton.jit(do_not_specialize=["block_stride", "num_rows"])
 def _dequantize_rows_kernel(
     values_ptr,  # [R, K] bytes
-    values_stride,  # between rows
+    values_stride,  # distance between rows
     scales_ptr,  # [R, cdiv(K, 128)]
-    scales_stride,  # between rows
-    block_stride,
+    scales_stride,  # distance between rows
+    block_stride,  # distance between scales of a row
     out_ptr,  # [R, K] contiguous
     num_rows,
     K: tl.constexpr,

@@ -51,7 +51,7 @@ def _twice_e2m1(nibble):
 
 @triton.jit
 def _mxfp4_pairs(packed, half_powers):
-    """Return the numbers in the low and in the high bits of bytes, times 2 * half_powers, as bfloat16.
+    """Return the numbers in the low and in the high four bits of bytes, times 2 * half_powers, as bfloat16.
 
     26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with
     powers of two are exact, even if they are subnormal. Compute capability 8 multiplies bfloat16 only in a fused
@@ -292,7 +292,7 @@ def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
 
 
-# Decoding of scales that kernels load as integers. The byte 255 is NaN only if the dtype is e8m0.
+# Dtype of scales that kernels load as integers -> how kernels decode the scales. Byte 255 is NaN only in e8m0.
 _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
 
 

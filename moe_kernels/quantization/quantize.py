@@ -93,7 +93,8 @@ def _nf4(weight: Tensor, format: WeightFormat) -> QuantizedWeight:
 
 
 def _nearest(flat: Tensor, codes: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """Divide each block by its largest absolute value. Return the uint8 index of the nearest code, and the divisors."""
+    """Divide each block by its largest absolute value. Return the uint8 index of each value's nearest code,
+    and the divisors."""
     size = len(flat)
     blocks = functional.pad(flat, (0, -size % block)).view(-1, block)
     largest = blocks.abs().amax(1)

@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
-The functions run inside registered ops, because Inductor would compile a GEMM in its graph a second time for small
-numbers of tokens. For a 16-bit router, the GEMM kernels also add a bias and an addend, and round. A kernel launch takes
-a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
+The functions run inside registered ops. If Inductor's graph contained the GEMMs, Inductor would compile them a second
+time for small numbers of tokens. For a 16-bit router, the GEMM kernels also add a bias and an addend, and round. A
+kernel launch takes a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from ..runtime.launch import launch_kernel
 from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # number of programs that keeps most SMs of a large GPU busy
-_BLOCK_D, _BLOCK_T = 128, 64  # tile of the weight's gradient
-_SUMMED = 512  # values per program: 4 per thread, so that threads store 16-bit results without exchanging data
+_BLOCK_D, _BLOCK_T = 128, 64  # sizes of the blocks of columns and tokens for the weight's gradient
+_SUMMED = 512  # number of values per program: 4 per thread, so that threads exchange no data for 16-bit stores
 
 
 @once_per_form
@@ -254,7 +254,7 @@ def _sum_of_shares_kernel(
     num_shares,
     BLOCK: tl.constexpr,
 ):
-    """One program writes out[i:i + BLOCK], the sum of parts over the shares. Grid: (cdiv(N, BLOCK),)."""
+    """One program writes out[i:i + BLOCK], the sum of `parts` over the shares. Grid: (cdiv(N, BLOCK),)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     part = parts_ptr + i

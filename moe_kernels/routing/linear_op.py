@@ -70,9 +70,9 @@ def _(tokens, router):
 
 def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     tokens, router = call.args
-    ctx.router = router._replace(w_router=None, logit_bias=None)  # the tensors are saved below
+    ctx.router = router._replace(w_router=None, logit_bias=None)  # `save_for_backward` below saves both tensors
     topk_weights, topk_experts, _ = output
-    topk_weights = topk_weights if router.is_softmax else None  # gradients of other scores do not read the weights
+    topk_weights = topk_weights if router.is_softmax else None  # only a softmax's gradients read the weights
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, router.w_router, router.logit_bias, topk_weights, topk_experts)
 
@@ -103,7 +103,8 @@ def routing_gradients_op(
     """Return the needed gradients. The logits are recomputed if a gradient depends on them."""
     w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
-        if dweights is not None:  # dlogits becomes [T, E] float32, or [T, 2E] as [high | low]
+        if dweights is not None:
+            # dlogits becomes [T, E] float32 or, for 16-bit GEMMs, [T, 2E] = [high | low] with a sum close to dlogits.
             logits, split_dtype = None, halves_dtype(tokens, w_router)
             if not router.is_softmax_of_chosen:
                 logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)

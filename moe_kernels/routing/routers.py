@@ -93,7 +93,8 @@ def linear_routing(
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
-        spec: as in `topk_routing`, but its `logit_bias` is applied.
+        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Its input_norm_epsilon,
+            per_expert_scale and weight_on_input have no effect.
         logit_bias: required by specs with that bias, refused by others.
         selection_bias: required by specs with that bias, refused by others.
         batch_invariant: whether a token's result and gradient are bit for bit independent of the other tokens. Default:
@@ -142,7 +143,7 @@ def linear_router(
     selection_bias: Tensor | None = None,  # [E]
     batch_invariant: bool = False,
 ) -> LinearRouter:
-    """Return the router that `linear_routing_op` takes. The arguments are not checked."""
+    """Return the `LinearRouter` that `linear_routing_op` takes. The arguments are not checked."""
     is_softmax = spec.is_softmax_of_logits and logit_bias is None
     settings = score_settings(spec)
     return LinearRouter(w_router, logit_bias, selection_bias, top_k, is_softmax, batch_invariant, settings)

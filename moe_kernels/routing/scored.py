@@ -174,7 +174,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# A key below all others, even that of -inf. It marks padding without an expert, and keys to ignore.
+# A key below all other keys, even the key of -inf. `_TAKEN` marks padding without an expert, and keys to ignore.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 

@@ -12,9 +12,9 @@ from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import on_device_of
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-TILE_ROWS = 128  # rows per tile in a permutation's tile table
+TILE_ROWS = 128  # number of rows per tile in a permutation's tile table
 _MOST_PROGRAMS = 256
-_BLOCK = 1024  # tokens times experts per step; larger steps spill registers
+_BLOCK = 1024  # number of tokens times number of experts that a step covers; larger steps spill registers
 
 
 class RoutedForward(NamedTuple):
@@ -37,7 +37,7 @@ def add_routing_statistics(
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
-    padding rows. Padding rows fill the last tile of each expert with parameters, which are the first `num_experts`.
+    padding rows. Padding rows fill the last tile of each expert with parameters (the first `num_experts`).
     `sums` holds four sums, over the softmax's entropies, the margins, the calls' excesses and the losses. The number of
     losses and the smallest margin follow. A call's excess is the largest number of choices of an expert, divided by the
     mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its other
@@ -108,7 +108,7 @@ def _partial_statistics_kernel(
     kept_ptr,  # [T, K] contiguous, or None
     token_mask_ptr,  # [T] bytes, or None
     counts_ptr,  # [P, 1, E] int32: all choices; [P, 2, E]: all choices, then kept choices
-    sums_ptr,  # [P, 4] float64: entropies, margins, smallest margin, tokens
+    sums_ptr,  # [P, 4] float64: sums of entropies and of margins, smallest margin, number of tokens
     num_tokens,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -177,8 +177,8 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. It is the sum of two terms of at least 0, so nothing cancels
-    in small entropies."""
+    """Return the entropy of each token's softmax, in nats. The two terms of its sum are at least 0, so small entropies
+    lose no digits."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)

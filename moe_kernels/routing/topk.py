@@ -53,8 +53,8 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     is_unsure = tl.zeros((keys.shape[0],), tl.int32)
     for step in range(TOP_K):
         chosen = tl.where(k == step, (E_P2 - 1 - (best & (E_P2 - 1)))[:, None], chosen)
-        # For keys below `best`, the last choice, key - best is negative and therefore large as an unsigned number. The
-        # largest number is that of the next lower key. Finding that key takes one addition and comparison per key.
+        # `best` is the last choice. For keys below `best`, key - best is negative, hence large as an unsigned number.
+        # The next lower key has the largest such number. The search takes one addition and comparison per key.
         nearest = tl.max((short - best[:, None]).to(tl.uint32, bitcast=True), 1)
         following = best + nearest.to(tl.int32, bitcast=True)
         is_unsure |= ((following & -E_P2) == (best & -E_P2)).to(tl.int32)

@@ -65,7 +65,7 @@ def check_same_dtype(op: str, **tensors: Tensor) -> None:
 
 
 def _differing(attribute: str, tensors: Mapping[str, Weight]) -> str:
-    """Return a text with name and attribute of the first tensor and of the tensors whose attribute differs from it."""
+    """Return a text with name and attribute of the first tensor, then of the tensors whose attribute is different."""
     first, *others = ((name, getattr(tensor, attribute)) for name, tensor in tensors.items())
     return first_three(f"{name} {value}" for name, value in (first, *(x for x in others if x[1] != first[1])))
 

@@ -1,6 +1,6 @@
 """Decides before each op runs whether its operands are checked, and which implementation computes the op.
 
-If a requested implementation cannot run, every op raises. No op then runs the other implementation.
+If the requested implementation cannot run, the op raises, instead of running the other implementation.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def version_obstacle(version: tuple[int, ...] | None) -> str | None:
 
 OBSTACLE = version_obstacle(TRITON_VERSION)
 _VERSION = TRITON_VERSION or ()
-KNOWS_GLUON = OBSTACLE is None  # also True in the interpreter, which cannot run Gluon
+KNOWS_GLUON = OBSTACLE is None  # True also if kernels are interpreted, although the interpreter cannot run Gluon
 if OBSTACLE is None and INTERPRET:
     OBSTACLE = "the interpreter does not run Gluon"
 if OBSTACLE is None:
@@ -53,8 +53,8 @@ if OBSTACLE is None:
 
 
 def slower_kernels(cc: int) -> str | None:
-    """Return why a Hopper GPU (cc 90) runs without the warp-specialised kernels. Return None if these kernels can run,
-    and for all other GPUs, which have no such kernels."""
+    """Return why a Hopper GPU (cc 90) runs without the warp-specialised kernels. Return None if these kernels can run
+    or the GPU is not Hopper, because only Hopper has such kernels."""
     if OBSTACLE is None or cc != 90:
         return None
     return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
@@ -68,9 +68,10 @@ def warn_if_slower(cc: int) -> None:
 
 
 def registers(gather: bool, pieces: int) -> dict[str, int]:
-    """Return the registers per thread of the producer and one consumer. The other consumer gets the rest of 504.
+    """Return the registers per thread of the producer and one consumer. The other consumer gets 504 minus both numbers.
 
-    The numbers avoid all spills with Triton 3.6 and 3.7, and only spills inside a reduction step with 3.8 and 3.9.
+    With these numbers, no register spills with Triton 3.6 and 3.7. With 3.8 and 3.9, kernels may spill once per tile,
+    but never in a step of the reduction.
 
     Args:
         pieces: number of parts in which an activation is computed; 0 without an activation.
@@ -87,8 +88,8 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 def scaled_registers(gather: bool) -> dict[str, int]:
     """Return the registers per thread of the producer and one consumer, for the kernel with block scales.
 
-    Its consumers must have at most 224. With more registers, ptxas computes both halves of a tile at once and spills in
-    every step of the reduction.
+    A consumer must have at most 224 registers. With more registers, ptxas computes both halves of a tile at once and
+    spills in every step of the reduction.
     """
     return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
 
@@ -100,6 +101,6 @@ def gradient_registers(gather: bool) -> dict[str, int]:
 
 
 def compiler_options() -> dict[str, Any]:
-    """Return the options that make Triton 3.9 schedule for few registers. Without them, plain activations spill ten
-    times as much."""
+    """Return the options that make Triton 3.9 schedule for few registers. Without the options, kernels with a plain
+    activation spill ten times as much."""
     return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

@@ -28,7 +28,7 @@ FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enabl
 
 _hooks = triton.knobs.runtime
 
-DESCRIPTOR_BYTES = 128  # device memory per program for a TMA descriptor made on the device
+DESCRIPTOR_BYTES = 128  # size in bytes of each program's memory for one TMA descriptor made on the device
 
 
 class Launch(NamedTuple):
@@ -51,7 +51,7 @@ class CompiledArtifact:
 
     kernel_name: str
     static_properties: tuple[Any, ...]
-    compiled: Any  # Triton's compiled kernel; None in the interpreter, which has none
+    compiled: Any  # Triton's compiled kernel; None in the interpreter, which does not compile
 
 
 def compile_launch(launch: Launch, kernel_name: str) -> CompiledArtifact:
@@ -77,12 +77,12 @@ class Ready(NamedTuple):
     compiled: Any  # Triton's compiled kernel
     run: Any  # the kernel's launcher
     kernel: tuple[Any, ...]  # the launcher's arguments between the stream and the kernel's arguments
-    constants: tuple[Any, ...]  # the constexpr parameters: the launchers of Triton 3.6 to 3.9 take and ignore them
+    constants: tuple[Any, ...]  # the constexpr parameters, which launchers of Triton 3.6 to 3.9 take and ignore
     needs_scratch: bool  # whether the kernel needs memory for descriptors
     device: int  # device of the tensors, on which the kernel is loaded
 
 
-_ready: dict[tuple[Any, ...], Ready] = {}  # the launch cache, by static properties
+_ready: dict[tuple[Any, ...], Ready] = {}  # the launch cache: static properties -> prepared kernel
 
 
 def run_launch(
@@ -92,10 +92,10 @@ def run_launch(
 
     Args:
         artifact: a kernel to run, compiled for the static properties of this launch.
-        scratch: memory for descriptors; allocated if it is None or too small.
+        scratch: memory for descriptors; allocated if `scratch` is None or too small.
     """
     if operand.is_cuda:
-        ensure_context(operand.get_device())  # needed to load an artifact's kernel and to launch
+        ensure_context(operand.get_device())  # a context is needed to load an artifact's kernel and to launch
     if artifact is None or artifact.compiled is None:
         ready = None if INTERPRET else _ready.get(static_properties(launch))
     else:
@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # True while a `Replayed` runs its function: ops inside are not replayed separately
+        self.is_in_function = False  # True while a `Replayed` or a plan runs; ops inside are not replayed separately
 
 
 launching = _Thread()  # state of the current thread
@@ -150,7 +150,7 @@ def ensure_context(device: int) -> None:
         launching.devices.add(device)
 
 
-# The compiled kernels of artifacts that ran, kept so that they are never freed. Since Triton 3.8, freeing a compiled
+# id -> compiled kernel of each artifact that ran. No kernel here is ever freed. Since Triton 3.8, freeing a compiled
 # kernel unloads its code from the GPU, even if CUDA graphs or pending launches still need the code.
 _from_artifacts: dict[int, Any] = {}
 
@@ -203,12 +203,12 @@ def _make_ready(launch: Launch, compiled: Any) -> Ready:
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
     run = compiled.run  # the first access to `run` loads the kernel onto the GPU
-    kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: no hooks
+    kernel = compiled.function, compiled.packed_metadata, None, None, None  # three None instead of hooks
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, device)
 
 
 def static_properties(launch: Launch) -> tuple[Any, ...]:
-    """Return the properties that decide the compiled code."""
+    """Return the properties that decide the compiled code, as a key of the launch cache."""
     properties = [launch.function, *launch.options.items()]
     for value, kind in zip(launch.arguments, _parameter_kinds(launch.function), strict=False):
         if kind == _CONSTANT:

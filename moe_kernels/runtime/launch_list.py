@@ -19,11 +19,11 @@ from .launch import FUSION, ensure_context
 from .recording import Descriptor, Form, RecordedLaunch, Ref, view_of
 from .triton import INTERPRET, triton
 
-Place = tuple[int, int]  # index of a tensor, and a byte offset in it
+Place = tuple[int, int]  # index of a tensor, and a byte offset in this tensor
 
 
 class NotRecordable(Exception):
-    """A launch cannot be repeated from its parameters alone."""
+    """Raised for a launch that a `LaunchList` cannot repeat, for example because a parameter's type is unknown."""
 
 
 class LaunchList:
@@ -32,7 +32,7 @@ class LaunchList:
     Args:
         places: for each index in `Recording.memories`, the index of a tensor in the list that `run` gets, and a byte
             offset in this tensor.
-        scratch: for each launch, the place of the memory for descriptors that its kernel makes, or None.
+        scratch: for each launch, the place of the memory in which its kernel makes TMA descriptors, or None.
         born: the shape, strides and dtype with which each memory was allocated.
     """
 
@@ -82,9 +82,9 @@ def scratch_bytes(step: RecordedLaunch) -> int:
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
-REQUIRED = 1 << 31  # flags a non-empty tensor, whose address must not be null. launch_list.c repeats the value.
-DRIVER: str | None = "libcuda.so.1"  # None: no launches, for tests without a GPU
-# Triton's number of a dtype -> the number that the driver's encoder of descriptors uses. All other numbers are equal.
+REQUIRED = 1 << 31  # marks the index of a non-empty tensor: its address must not be null. Also defined in launch_list.c
+DRIVER: str | None = "libcuda.so.1"  # None in tests without a GPU, which launch nothing
+# Triton's number of a dtype -> the driver's number in descriptors. For other dtypes, both numbers are equal.
 _ENCODER_TYPES = {8: 10, 9: 8, 10: 9}
 _TF32 = 11
 
@@ -97,9 +97,9 @@ class _Parameters:
         self._values = bytearray()
         self._starts: list[int] = []
         self._sizes: list[int] = []
-        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in the tensor
-        self._maps: list[tuple[int, int, int]] = []  # the same three for the CUtensorMaps of TMA descriptors
-        self._bases: dict[int, int] = {}  # index in the list that `run` gets -> index in `_bases`
+        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, number in _bases, byte offset in tensor
+        self._maps: list[tuple[int, int, int]] = []  # the same for CUtensorMaps instead of pointers
+        self._bases: dict[int, int] = {}  # index of a tensor in `run`'s list -> its number, in order of first use
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
 
@@ -217,7 +217,7 @@ def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
 
 @functools.cache
 def _library() -> Any:
-    """Compile launch_list.c as Triton compiles its own launchers: once per machine, into Triton's cache."""
+    """Return launch_list.c as a Python module. Triton compiles the file once per machine and caches the result."""
     from triton.runtime.build import compile_module_from_src
 
     include = str(Path(triton.__file__).parent / "backends" / "nvidia" / "include")

@@ -21,7 +21,7 @@ def is_packed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-# `QuantizedWeight`'s tensor fields.
+# Names of `QuantizedWeight`'s tensor fields.
 _TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
 _LEAVES = ("", *(f"_{name}" for name in _TENSORS), "_layout")
 
@@ -38,7 +38,7 @@ def _quantized_of_leaves(values: Tensor, scales: Tensor, *rest: Any) -> Quantize
 
 
 def _layout_to_string(format: WeightFormat, shape: torch.Size) -> str:
-    # Not cached, because torch.compile warns about `lru_cache`.
+    # This function has no `lru_cache`, because torch.compile warns about the decorator.
     return " ".join(map(str, (format.name, *format.block, format.nested_block or 0, *shape)))
 
 
@@ -57,14 +57,14 @@ class Places(NamedTuple):
 
     number: int  # a unique number for these types
     places: tuple[int, ...]
-    read: Callable[[Any], tuple[Tensor, ...]]  # function from a sequence of such values to the tensors
+    read: Callable[[Any], tuple[Tensor, ...]]  # function: sequence of values of these types -> the tensors among them
     others: tuple[int, ...]  # positions of the values that are neither tensors nor None
-    read_others: Callable[[Any], tuple[Any, ...]]  # function from a sequence of such values to those at `others`
+    read_others: Callable[[Any], tuple[Any, ...]]  # function: sequence of values -> the values at `others`
     num_values: int
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
     def join(self, tensors: Iterable[Tensor], others: Iterable[Any]) -> list[Any]:
-        """Return the sequence with these tensors and others, the inverse of `read` and `read_others`."""
+        """Return the sequence of values that `read` and `read_others` split into these tensors and others."""
         values: list[Any] = [None] * self.num_values
         for place, value in itertools.chain(
             zip(self.places, tensors, strict=True), zip(self.others, others, strict=True)
@@ -78,8 +78,8 @@ _numbers = itertools.count()
 
 @functools.lru_cache(maxsize=4096)
 def places_of(*types: type) -> Places:
-    """Return the positions of the tensors among values of these types. One look-up is faster than a loop over the
-    values."""
+    """Return the positions of the tensors among values of these types. Cached, because a look-up is faster than a
+    loop over the values."""
     places = [i for i, kind in enumerate(types) if issubclass(kind, Tensor)]
     others = [i for i, kind in enumerate(types) if kind is not type(None) and i not in places]
     readers = tuple(places), _reader(places), tuple(others), _reader(others)
@@ -112,7 +112,7 @@ class PackedSignature:
         packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
         self.result = result if is_packed(result) else None
         self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
-        if not self.has_packed:  # no conversion, so that calls may omit default arguments
+        if not self.has_packed:  # convert nothing, so that calls may omit arguments with defaults
             self.flatten = self.pack = lambda *arguments: arguments
             self.schema = torch.library.infer_schema(function, mutates_args=())
             return

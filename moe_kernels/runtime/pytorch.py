@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-# `torch.compiler.disable` does the same, but imports the compiler.
+# The public `torch.compiler.disable` also hides a function from Dynamo, but imports the compiler.
 disable_dynamo = torch._disable_dynamo  # pyright: ignore[reportPrivateImportUsage]  # private API
 
 
@@ -50,7 +50,8 @@ def unseen_by_tracers() -> Iterator[None]:
         yield
 
 
-# Returns None outside `torch.jit.trace`. Every op calls this function, and `torch.jit.is_tracing` takes twice as long.
+# Returns None outside `torch.jit.trace`, else its state. Every op calls this function, because the public
+# `torch.jit.is_tracing` takes twice as long.
 jit_tracing_state = torch._C._get_tracing_state
 
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -77,8 +78,8 @@ unseen_by_autocast = torch._C._DisableAutocast
 # Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
-# `fp32_precision("cuda", "matmul")` returns `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time.
-# Every launch calls this function. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
+# `fp32_precision("cuda", "matmul")` returns the setting `torch.backends.cuda.matmul.fp32_precision`, which every launch
+# reads, in a quarter of the time. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
 fp32_precision = torch._C._get_fp32_precision_getter
 
 

@@ -21,17 +21,17 @@ from .launch_list import LaunchList, scratch_bytes
 from .pytorch import unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
-_ALIGNMENT = 512  # bytes; alignment of PyTorch's caching allocator, on which recorded launches rely
-_MOST_BLOCK_BYTES = 32 << 20  # if all temporaries need more, those above 1 MiB are allocated separately
-# Temporaries up to this size always share the block. Memories up to this size outside the block may stay allocated for
-# some steps after their last use.
+_ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
+_MOST_BLOCK_BYTES = 32 << 20  # maximum size in bytes of a block with temporaries above 1 MiB
+# Size in bytes. Temporaries up to this size always share the block. Memories up to this size outside the block may stay
+# allocated for some steps after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 
 class _Segment(NamedTuple):
     """A range of steps during which no memory is allocated or freed."""
 
-    allocations: tuple[tuple[int, Form], ...]  # index in `memory`, and form of the allocation
+    allocations: tuple[tuple[int, Form], ...]  # (index in `memory`, form) of each allocation
     run: Callable[[list[Any]], None]
     dead: tuple[int, ...]  # indices in `memory` of the tensors that are freed after the segment
 
@@ -45,7 +45,8 @@ class Record:
         self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
         self._device = recording.device
         num_inputs = sum(memory.made_by == "caller" for memory in recording.memories)
-        self._others = (None,) * (len(recording.memories) - num_inputs + 1)  # the last None is for the block
+        # Entries for memories that a run allocates. The last entry is for the block.
+        self._others = (None,) * (len(recording.memories) - num_inputs + 1)
         self._is_below_autocast = torch.is_autocast_enabled(recording.device.type)
         plan = _Plan(recording, frees_inputs)
         self._segments = [
@@ -71,7 +72,7 @@ class Record:
         return [None if read is None else read(memory) for read in self._outputs]
 
     def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
-        """Return a function that takes a run's `memory` and returns the tensor of `ref`: an entry, or a view of one."""
+        """Return a function that takes a run's `memory` and returns the tensor of `ref`: an entry or a view of it."""
         place, offset, form = ref
         if offset == 0 and form == self._born[place]:
             return itemgetter(place)
@@ -85,7 +86,7 @@ class Record:
 
     def _caller(self, call: RecordedCall) -> Callable[[list[Any]], None]:
         function, (args, kwargs), results = call
-        if self._is_below_autocast:  # autocast had already been applied to the recorded call
+        if self._is_below_autocast:  # the recorded arguments are already in autocast's dtypes
             function = _unseen_by_autocast(function)
         template, readers = list(args), self._readers(enumerate(args))
         named_template, named_readers = dict(kwargs), self._readers(kwargs.items())
@@ -99,7 +100,7 @@ class Record:
             made = function(*args, **kwargs)
             if len(results) == 1:
                 memory[results[0]] = made
-            elif results:  # an operation in place has no results
+            elif results:  # false for operations in place
                 for place, tensor in zip(results, made, strict=True):
                     memory[place] = tensor
 
@@ -126,11 +127,12 @@ def _unseen_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plan:
-    """The place of each memory of a recording, and the segments into which its steps are divided."""
+    """Decides where each memory of a recording is placed, and divides the recording's steps into segments."""
 
     def __init__(self, recording: Recording, frees_inputs: bool):
         steps, memories = recording.steps, recording.memories
-        self.places = {index: (index, 0) for index in range(len(memories))}  # memory -> (place, byte offset)
+        # index of a recorded memory -> (index in a run's `memory`, byte offset)
+        self.places = {index: (index, 0) for index in range(len(memories))}
         self.scratch: list[tuple[int, int] | None] = [None] * len(steps)
         block = len(memories)
         temporaries = [
@@ -168,7 +170,7 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Add memory for the descriptors that kernels make. Kernels run one after another, so they share the memory."""
+        """Add memory for descriptors that kernels make. Kernels share the memory, because they run in sequence."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))
@@ -187,7 +189,7 @@ class _Plan:
             large = (memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES)
             if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
-        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # a recording without steps has one segment, too
+        bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # without steps, one empty segment
         segments = []
         for first, last in pairwise(bounds):
             allocations = [

@@ -55,7 +55,7 @@ class Ref(NamedTuple):
     """A reference to a tensor by its memory, offset and form."""
 
     memory: int  # index in `Recording.memories`
-    offset: int  # bytes
+    offset: int  # in bytes, from the start of the memory
     form: Form
 
 
@@ -78,7 +78,7 @@ class Descriptor(NamedTuple):
     """A TMA descriptor made on the host."""
 
     kind: type
-    fields: dict[str, Any]  # all but `base`
+    fields: dict[str, Any]  # attribute -> value, without `base`
     base: Ref
 
 
@@ -92,7 +92,7 @@ class RecordedCall(NamedTuple):
 
     function: Any
     args: Any  # (args, kwargs), with Ref for tensors
-    results: tuple[int, ...]  # indices of the memories of the results
+    results: tuple[int, ...]  # index of each new result in `Recording.memories`
 
 
 @dataclass
@@ -102,9 +102,9 @@ class Memory:
     made_by: str
     address: int
     form: Form  # shape, strides and dtype at allocation
-    num_bytes: int  # size of the storage
+    num_bytes: int  # size of the storage in bytes
     storage: StorageWeakRef  # weak: the bytes can be freed, but the storage's id `cdata` stays unique
-    steps: list[int] = field(default_factory=list)  # the steps that use the memory
+    steps: list[int] = field(default_factory=list)  # indices of the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
     is_parameter: bool = False  # a parameter's memory stays allocated, so replays do not free it
 

@@ -33,7 +33,7 @@ class Call(NamedTuple):
     """One call of an op, as passed to the op's autograd node."""
 
     args: tuple[Any, ...]  # arguments of the function
-    leaves: tuple[Any, ...]  # the arguments in flat form: see `PackedSignature`
+    leaves: tuple[Any, ...]  # the arguments, with NamedTuples replaced by their fields: see `PackedSignature`
     places: Places  # positions of the tensors among the leaves
     tensors: tuple[Tensor, ...]
     others: tuple[Any, ...]  # the leaves that are neither tensors nor None
@@ -76,8 +76,8 @@ class Op:
     """An op of PyTorch's dispatcher that takes no lists of tensors and mutates only `main_grad`: see `gradient_ops.py`.
 
     This class replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and
-    results of the function, its fake and `setup_context` may be NamedTuples of tensors and other values. A field of a
-    result may be None: see `PackedSignature`. Repeated calls with operands of the same form are replayed: see
+    results of the function, of its fake and of `setup_context` may be NamedTuples of tensors and other values. A field
+    of a result may be None: see `PackedSignature`. Repeated calls with operands of the same form are replayed: see
     `Replayed`.
     """
 
@@ -123,7 +123,7 @@ class Op:
             return signature.name_results(self.overload(*signature.to_schema(leaves)))
         if forward_ad._current_level >= 0:
             check_tangents(f"moe_kernels::{self.name}", tensors)
-        # No dispatch key above autograd applies here. Calling autograd without the dispatcher saves one of its passes.
+        # No dispatch key above autograd applies here. Call autograd directly, to avoid a pass through the dispatcher.
         call = Call(args, leaves, places, tensors, others, None, places.are_plain and is_unseen(tensors))
         if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):
             return self._differentiable(call)
@@ -163,18 +163,18 @@ class Op:
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """Register `setup_context(ctx, inputs, output)`, which forward calls, and `backward(ctx, *gradients)`.
 
-        `backward` returns a tuple with a gradient or None for each parameter. With packed parameters, `inputs` is a
-        `Call`, and `backward` returns a dictionary of gradients by leaf name. `needed` returns the names of the leaves
-        that need a gradient.
+        `backward` returns a tuple with a gradient or None for each parameter. With packed parameters, such as
+        NamedTuples, `inputs` is a `Call`, and `backward` returns a dictionary from leaf name to gradient. `needed`
+        returns the names of the leaves that need a gradient.
         """
         self._backward, self._setup_context = backward, setup_context
 
     def needed(self, ctx: Any) -> set[str]:
-        """Return the names of the leaves of packed parameters that need a gradient."""
+        """Return the names of the leaves that need a gradient. The op must have packed parameters."""
         return {name for name, need in zip(ctx.names, ctx.needs_input_grad, strict=False) if need}
 
     def saved(self, ctx: Any, tensors: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], Sequence[Tensor | None]]:
-        """Return the op's arguments and results, built from the tensors that `save_for_backward` saved."""
+        """Return the op's arguments and the saved results, from `tensors`, which `take_saved_tensors` returned."""
         num_tensors = len(ctx.places.places)
         leaves = ctx.places.join(tensors[:num_tensors], ctx.others)
         return self._signature.pack(*leaves), tensors[num_tensors:]
@@ -247,7 +247,7 @@ def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = (
 
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors that a node saved. Call this function once per backward.
+    """Return the tensors that an autograd node saved. Call this function once per backward.
 
     This function releases autograd's references, unless the graph is retained. The memory of a tensor is then freed
     when the caller drops the tensor, instead of after backward.

@@ -16,13 +16,13 @@ from .record import Record
 from .recording import Recording
 from .triton import INTERPRET
 
-_MOST_FORMS = 512  # forms stored per function; each new number of tokens, such as a text's length, makes a form
-# A form is recorded only after this many calls, because recording takes longer than one replay saves. A model with few
+_MOST_FORMS = 512  # maximum number of forms stored per function; each new number of tokens makes a form
+# Number of calls of a form before its record is made. Recording takes longer than one replay saves. A model with few
 # layers and a new number of tokens in each step would otherwise record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
-_single_launches: list[str] = []  # reasons to run functions instead of replaying records
+_single_launches: list[str] = []  # reasons to run all functions instead of replaying records
 
 
 class Form:
@@ -39,7 +39,7 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result of outputs; None: outputs[0]
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # outputs -> result; None for outputs[0]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments
@@ -178,8 +178,8 @@ class Replayed:
 
 
 def _sees_launches(device: int) -> bool:
-    """Return whether functions must run instead of replaying records, because something observes their launches or
-    allocations or the device has no kernels."""
+    """Return whether functions must run instead of replaying records. Reasons are an observer of launches or
+    allocations, and a device without kernels, such as a CPU."""
     if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
         return True
     is_deterministic = torch._C._get_deterministic_algorithms()
@@ -187,7 +187,7 @@ def _sees_launches(device: int) -> bool:
 
 
 def states() -> dict[str, list[str]]:
-    """Return the states of the known forms of each function."""
+    """Return a dict from each function's name to the states of its known forms."""
     return {replayed.name: found for replayed in _all if (found := replayed.states())}
 
 

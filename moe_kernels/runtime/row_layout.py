@@ -7,10 +7,10 @@ import math
 import torch
 from torch import Tensor
 
-LINE_BYTES = 128  # a cache line; TMA reads a row in pieces of this size
-_LEAST_BYTES = 1024  # shorter rows are not padded: padding could add more than an eighth to their memory
+LINE_BYTES = 128  # size of a cache line in bytes; TMA reads a row in pieces of this size
+_LEAST_BYTES = 1024  # minimum size of padded rows, in bytes; padding could add more than an eighth to shorter rows
 _COPIED_BYTES = 16  # TMA reads only rows that start at multiples of this number of bytes
-_MOST_ALIGNED = 16  # elements; Triton does not check for larger multiples
+_MOST_ALIGNED = 16  # maximum divisor to look for, in elements; Triton does not check for larger ones
 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:

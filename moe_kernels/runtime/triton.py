@@ -31,7 +31,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 if TYPE_CHECKING:
-    # Untyped, because Triton's annotations describe the compiler's objects, not the values in a kernel.
+    # `tl` is untyped, because Triton's annotations describe the compiler's objects, not the values in a kernel.
     class _Untyped(type):
         def __getattr__(cls, name: str) -> Any: ...
 
@@ -63,7 +63,7 @@ if INTERPRET:
     from triton.runtime.interpreter import TensorHandle
 
     def sort(keys: Any) -> Any:
-        """Sort by NumPy. In `tl.sort`, the interpreter runs each exchange as an op, which takes tenths of a second."""
+        """Sort with NumPy. The interpreter takes tenths of a second for `tl.sort`, because each exchange is an op."""
         return tl.tensor(TensorHandle(numpy.sort(keys.handle.data), keys.handle.dtype), keys.type)
 
 

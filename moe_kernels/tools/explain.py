@@ -79,7 +79,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
         for k in get_kernels(metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign))
         if k.arguments_class is type(listed) and k.metadata.epilogue == listed.epilogue
     ]
-    # Put the kernel that fits these operands best first. The reason why this kernel cannot run is the most useful one.
+    # Sort by how well a kernel fits the operands. The reason why the best-fitting kernel cannot run is the most useful.
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )
@@ -238,7 +238,7 @@ def check_numbers(
 
 
 def print_speed(steps: list[Step], target: Target) -> None:
-    """Time the selected kernels and compare the times with those recorded in the table."""
+    """Time the selected kernels and compare the times with those recorded in the GPU's table of measured kernels."""
     chosen = {op_of(step): (step.kernel, step.args) for step in steps if step.kernel is not None}
     runs: dict[str, Callable[[], object]] = {
         op: partial(kernel.run, args, assume_supported_args=True) for op, (kernel, args) in chosen.items()

@@ -100,9 +100,9 @@ class Layer(NamedTuple):
         return steps
 
     def forms(self) -> Iterator[tuple[str, Step]]:
-        """Yield the name and step of each GEMM to measure, except GEMMs with the activation's gradient as epilogue.
+        """Yield (name, step) for each GEMM to measure, except GEMMs with the activation's gradient as epilogue.
 
-        A name is that of the step, followed by "_plain" for an "up" without activation, and by "_gather" if rows are
+        The name is the step's name, followed by "_plain" for an "up" without activation, and by "_gather" if rows are
         gathered instead of copied.
         """
         for copies in (_EVERY, _NONE):

@@ -20,7 +20,7 @@ from ..reference_fp8 import BLOCK, quantize_blocks
 from ..specs import is_gated
 
 _BLOCK_ROWS = 128
-_JAGGED_GROUPS = 16  # arbitrary, because keys do not contain the number of groups
+_JAGGED_GROUPS = 16  # number of groups, which is arbitrary because keys do not contain the number
 
 
 def arguments_of(key: str, device: torch.device | str) -> Arguments:

@@ -44,7 +44,7 @@ _Form = TypeVar("_Form", bound=Arguments)
 
 
 def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of each function. The functions take turns, so that clock drift affects all."""
+    """Return each function's median milliseconds. The functions take turns, so that clock drift affects all equally."""
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for round_number in range(_ROUNDS + 1):  # round 0 warms up
         for name, function in functions.items():
@@ -54,8 +54,8 @@ def measure(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median milliseconds of each function in a CUDA graph. Graph replays exclude host time, which longer
-    computations would hide anyway."""
+    """Return the median milliseconds of one replay of each function's CUDA graph. Replays exclude the host's launch
+    time. In longer computations, this time overlaps with the GPU's work and does not matter."""
     graphs = {name: captured(function) for name, function in functions.items()}
     return measure({name: graph.replay for name, graph in graphs.items()})
 
@@ -117,7 +117,7 @@ class Entry(NamedTuple):
 
 
 class Job(NamedTuple):
-    """The entries of one layer, list of products or jagged GEMM. Iterating over `entries` makes the operands."""
+    """The table entries to measure for one layer, list of products or jagged GEMM. `entries` makes the operands."""
 
     label: str
     entries: Callable[[], Iterator[Entry]]
@@ -153,8 +153,8 @@ def candidates(args: Arguments) -> list[Kernel]:
 
 
 def fastest(args: Arguments) -> Measured | None:
-    """Check the results of all candidates, then return the fastest one. If times of several kernels exceed the shortest
-    time by at most 3 %, the rule of thumb decides between these kernels."""
+    """Check the results of all candidates, and return the fastest kernel. If several kernels exceed the shortest time
+    by at most 3 %, the rule of thumb decides between these kernels."""
     kernels = candidates(args)
     if not kernels:
         return None
@@ -178,7 +178,7 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return the job of one layer. It measures its GEMMs' kernels, then which gathers are faster as separate copies."""
+    """Return a job that measures the kernels of a layer's GEMMs, then which gathers are faster as separate copies."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -215,7 +215,8 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return, for each choice of gathers that run as separate copies, a function that runs the op and its backward."""
+    """Return a function for each `Copies`, the choice of gathers that run as separate copies. The function runs
+    `fused_experts` and its backward with this choice."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)
@@ -229,7 +230,7 @@ def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
 
 
 def fastest_copies(layer: Layer) -> Copies:
-    """Return the choice of gathers as separate copies with which the op and its backward are fastest."""
+    """Return which gathers to run as separate copies, so that `fused_experts` and its backward are fastest."""
     steps = copies_steps(layer)
     times = measure({copies_name(copies): step for copies, step in steps.items()})
     _print("copies", times)
@@ -278,10 +279,10 @@ def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: 
 
 
 def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: str) -> bool:
-    """Measure entries missing from the table at `path`, and write it after each entry. Return whether time sufficed.
+    """Measure entries missing from the table at `path`. Write the table after each entry. Return whether time sufficed.
 
     Args:
-        seconds: no measurement starts later than this.
+        seconds: time after which no measurement starts.
         again: also measure entries that the table already has.
         fields: further fields of the file, such as versions.
     """

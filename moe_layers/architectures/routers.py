@@ -68,7 +68,7 @@ def step3(config: ModelConfig) -> RouterSpec:
 
 
 def deepseek_v4(config: ModelConfig) -> RouterSpec:
-    """Read DeepSeek-V4's router, which always normalises.
+    """Read DeepSeek-V4's router, which always normalises weights.
 
     Raises:
         ValueError: a table chooses the layer's experts by token id. The configuration calls this "hash_moe", the

@@ -89,8 +89,8 @@ class Architecture:
     Attributes:
         d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that config.json must hold. This module and the model's configuration class have different
-            defaults for these fields.
+        required: fields that config.json must hold, because this module and the model's configuration class have
+            different defaults for the fields.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -152,7 +152,7 @@ class Architecture:
 # `save_checkpoint` writes OWN_MODEL_TYPE as the `model_type` of a layer that was not read from a checkpoint.
 OWN_MODEL_TYPE = "moe_layers"
 RECORD = "moe_layers_layout"
-_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # fields that are not in `MoEConfig.to_dict()`
+_NO_SETTINGS = ("model_type", RECORD, "quantization_config", "dtype")  # fields of config.json, not of `MoEConfig`
 
 
 class _OwnArchitecture(Architecture):

@@ -124,7 +124,8 @@ def global_expert_counts(
         accumulated_counts: this rank's counts from other calls in the same optimizer step.
 
     Raises:
-        ValueError: `accumulated_counts` has another shape or no integers, or several ranks have no group.
+        ValueError: `accumulated_counts` is not [E] integers on the device of this call's counts, or there are several
+            ranks and no group.
     """
     own = routing.choices_per_expert
     if accumulated_counts is not None:
@@ -168,7 +169,7 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
 
     Raises:
         ValueError: no router has a selection bias. A bias is sharded, has fewer than 32 bits or is on another device
-            than the counts. Forwards were not counted. `rate` is negative or not finite. Several ranks have no group.
+            than the counts. Forwards were not counted. `rate` is negative or not finite. A needed `group` is missing.
     """
     routers = [(each, bias) for each in model_routers(model).values() if (bias := each.selection_bias) is not None]
     if not routers:
@@ -238,7 +239,7 @@ def reset_expert_counts(model: nn.Module) -> None:
 
 
 def _check_counts(counts: Tensor, own: Tensor) -> None:
-    """Raise ValueError unless `counts` are integers for the same experts on the same device."""
+    """Raise ValueError unless `counts` are integers with the shape and device of `own`."""
     if counts.shape != own.shape or counts.is_floating_point() or counts.device != own.device:
         raise ValueError(
             f"global_expert_counts: accumulated_counts must be [E={len(own)}] integers on {own.device}, "

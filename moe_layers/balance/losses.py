@@ -38,7 +38,8 @@ from ..routing.result import LayerRouting, spread_slots
 
 # Values of `count` in `sequence_load_balancing_loss`.
 COUNTS = ("scores", "choices")
-# A constant, because torch.compile with dynamic shapes cannot trace the checks of RouterSpec's constructor.
+# This spec is built once, because torch.compile with dynamic shapes cannot trace the checks of RouterSpec's
+# constructor.
 _SOFTMAX = RouterSpec.softmax(normalize=False)
 
 
@@ -251,8 +252,8 @@ _ONE_ORDER = (
 
 
 class _AttachLoss(torch.autograd.Function):
-    """Return `tokens` unchanged. Backward also passes the gradient `scale` to `loss`. A second differentiation raises
-    NotImplementedError, because it would run this backward again and give wrong gradients."""
+    """Return `tokens` unchanged. Backward also returns `scale` as the gradient of `loss`. A second differentiation
+    raises NotImplementedError, because this backward would run again and give wrong gradients."""
 
     @staticmethod
     def forward(tokens: Tensor, loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -268,7 +269,7 @@ class _AttachLoss(torch.autograd.Function):
     def backward(ctx, dtokens: Tensor):
         if getattr(ctx, "is_differentiated", False):
             raise NotImplementedError(_ONE_ORDER)
-        ctx.is_differentiated = torch.is_grad_enabled()  # True with create_graph=True
+        ctx.is_differentiated = torch.is_grad_enabled()  # true if backward runs with create_graph=True
         (scale,) = ctx.saved_tensors
         dloss = torch.ones((), dtype=ctx.loss_dtype, device=ctx.loss_device)
         return dtokens, dloss if scale is None else dloss * scale, None
@@ -297,7 +298,7 @@ def attach_aux_loss(
     routing: LayerRouting,
     num_tokens: int | Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # [T, D]; scalar
-    """Return the tokens with the layer's auxiliary loss attached, and the loss. Store the loss for `aux_losses`."""
+    """Return the tokens with the layer's auxiliary loss attached, and the loss. Store the loss in the layer."""
     warn_without_scale("MoEFeedForward", layer, tokens.device.type)
     counts = layer.router.accumulated_counts
     loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)

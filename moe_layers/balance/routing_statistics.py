@@ -118,7 +118,7 @@ class RoutingObserver:
             )
         if keys is None:
             router = self.router
-            assert isinstance(router, TopKRouter)  # the hook of an `AttachedRouter` always passes `keys`
+            assert isinstance(router, TopKRouter)  # an `AttachedRouter` always passes `keys`
             keys = selection_keys(logits, router.spec, selection_bias=router.selection_bias)
         implementation, totals = self.router.implementation, (self._counts, self._sums)
         add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
@@ -199,7 +199,7 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     entropies = torch.special.entr(logits.double().softmax(-1)).sum(-1)  # [T]
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
-    margins = torch.where(last == best, 0.0, last - best)  # [T]; 0 instead of NaN if both are -inf
+    margins = torch.where(last == best, 0.0, last - best)  # [T]; -inf minus -inf would give NaN
     # The number of slots of the most chosen expert, divided by the mean, minus 1.
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)

@@ -24,7 +24,7 @@ class Pending(NamedTuple):
 
 
 class LocalDispatcher:
-    """Sorts the slots by expert and calls the experts once. Slots of experts that the layer does not hold add nothing.
+    """Sorts the slots by expert and calls the experts once. Slots of experts outside the layer add nothing to outputs.
 
     Args:
         first_expert: id of the first expert that the layer holds. Default: 0.

@@ -101,7 +101,7 @@ class GroupedExperts(nn.Module):
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # SMs that persistent GEMMs leave to concurrent communication
         self.adds_to_main_grad = False
-        self.lora: nn.ModuleDict | None = None  # `ExpertLoRA` by name, from `add_lora`
+        self.lora: nn.ModuleDict | None = None  # name of an adapter -> its `ExpertLoRA`; set by `add_lora`
         self.unmerged: Unmerged | None = None  # state that `unmerge_lora` restores
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input

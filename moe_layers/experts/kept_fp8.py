@@ -36,7 +36,7 @@ class _Kept(NamedTuple):
     storage: StorageWeakRef
     facts: tuple[Any, ...]
     forms: Forms
-    checksums: Tensor  # one per block of the weight
+    checksums: Tensor  # [blocks] int64, one checksum per block of the weight
 
     def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:
         return (
@@ -65,7 +65,7 @@ class KeptForms:
         module: nn.Module,  # owner of the parameters
         parameters: tuple[Tensor, Tensor],  # w_up and w_down
         parts: tuple[Tensor, Tensor],  # this rank's parts of the parameters
-        weights: tuple[Tensor, Tensor],  # the parts in the dtype of the tokens
+        weights: tuple[Tensor, Tensor],  # `parts`, converted to the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
         """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""

@@ -50,7 +50,7 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
             if is_dtensor(weight):
                 raise ValueError(f"{op}: must be called before ExpertParallel and fully_shard, got {name} as a DTensor")
             like = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-            QuantizedExperts(quantize(like, format), weight.dtype)  # this call raises if sizes do not fit
+            QuantizedExperts(quantize(like, format), weight.dtype)  # raises if the format does not support the sizes
     for experts in found:
         for name in WEIGHTS:
             weight = getattr(experts, name)

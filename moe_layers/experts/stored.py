@@ -58,7 +58,7 @@ class QuantizedExperts(nn.Module):
             if name in by_expert:
                 has_axis = bits.dim() > 1 and len(bits) == num_experts
                 held = bits if has_axis else bits.reshape(num_experts, -1)
-                held = held.view(torch.uint8) if held.dtype == torch.int16 else held  # collectives take no int16
+                held = held.view(torch.uint8) if held.dtype == torch.int16 else held  # collectives refuse int16
                 self.register_parameter(name, nn.Parameter(held, requires_grad=False))
             else:
                 # Tables are copied, because safetensors refuses tensors that share memory.

@@ -35,6 +35,6 @@ def enable_whole(owner: str, model: nn.Module) -> EnableReport:
 
 def _is_replaced(module: Any) -> bool:
     forward = vars(module).get("forward")
-    while hasattr(forward, "__wrapped__"):  # accelerate's hooks wrap the forward
+    while hasattr(forward, "__wrapped__"):  # unwrap, because accelerate's hooks wrap the forward
         forward = forward.__wrapped__
     return getattr(forward, "__func__", None) is not type(module).forward and has_other_forward(module)

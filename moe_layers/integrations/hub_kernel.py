@@ -1,9 +1,9 @@
 """Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
 The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). The folder
-holds `moe_kernels`, whose ops get a namespace of their own, and the stateless layer `MoEExperts`. `MoEExperts` computes
-experts modules of transformers. With `--build`, the folder also holds the built variant, which the library `kernels`
-can load without the Hub.
+holds `moe_kernels`, whose ops get a namespace of their own, and the stateless layer `MoEExperts`. The forward of
+`MoEExperts` replaces the forward of experts modules of transformers. With `--build`, the folder also holds the built
+variant, which the library `kernels` can load without the Hub.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
     package = name.replace("-", "_")
     files = _sources()
     digest = hashlib.sha256("".join(f"{path}{text}" for path, text in sorted(files.items())).encode()).hexdigest()[:12]
-    namespace = f"_{package}_{digest}"  # unique, because a process may load several versions
+    namespace = f"_{package}_{digest}"  # unique per content, because a process may load several versions
     for path, text in files.items():
         if path.endswith(".py"):
             files[path] = _NAMESPACE.sub(lambda found: found[0].replace("moe_kernels", namespace), text)
@@ -162,7 +162,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return the text of each file to write, by path. recognition.py imports the folder's copy of `moe_kernels`."""
+    """Return path -> text of each file. The text of recognition.py imports the folder's copy of `moe_kernels`."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

@@ -26,7 +26,7 @@ _LOG = logging.getLogger(__name__)
 
 @KernelPlugin("moe_layers").register()
 def enable_experts(model: Any, include_kernels: Any = None) -> Any:
-    """Enable the model, and return it.
+    """Make this package compute the experts of the model, and return the model.
 
     Args:
         include_kernels: must be None or False. LLaMA-Factory passes this argument to every kernel plugin.

@@ -68,7 +68,7 @@ class GroupedExperts(MegatronModule):
             weight.allreduce = config.expert_model_parallel_size == 1  # pyright: ignore[reportAttributeAccessIssue]
             self.register_parameter(name, weight)
         self._delays = bool(getattr(config, "delay_wgrad_compute", False))
-        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # arguments of each delayed `weight_gradient`
+        self._delayed: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []  # arguments of delayed `weight_gradient` calls
         self._hooks: list[Callable[[], None]] = []
         for weight in self.parameters():
             weight.skip_backward_post_hook = self._delays
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a `weight` without `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # `weight` unpacked by saved-tensor hooks may lack `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod
@@ -192,7 +192,7 @@ def _check(config: Any, tensor_parallel: int) -> None:
         raise ValueError(f"GroupedExperts: the configuration must be without these settings, got {got}")
 
 
-_ACTIVATIONS = {  # keys: (name, gated_linear_unit, whether values are clamped, glu_linear_offset)
+_ACTIVATIONS = {  # (name, gated_linear_unit, whether values are clamped, glu_linear_offset) -> name in this project
     ("silu", True, False, 0.0): "swiglu",
     ("silu", True, True, 0.0): "clamped_swiglu",
     ("gelu", True, False, 0.0): "geglu",

@@ -5,7 +5,7 @@
 The override `moe` sorts the router's choice and calls one op. The op gathers tokens, computes experts and combines
 their outputs, without saving gathered tokens. With expert parallelism, torchtitan's dispatcher sends the rows, and
 `FusedExperts` computes the rows. The override `grouped_experts` replaces only the experts. torchtitan's own sharding,
-dispatchers, routers and checkpoints remain.
+dispatchers, routers and checkpoints remain in use.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class AllGatherDispatcher(RankDispatcher):
             bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
-            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # slots per expert, [chunks * E]
+            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # numbers of slots, [chunks * E]
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
         message = f"{self.name}: to gather tokens, all ranks must have equally many tokens and slots, "
@@ -97,7 +97,7 @@ class AllGatherDispatcher(RankDispatcher):
 
     def _check_bounds(
         self,
-        numbers: Tensor,  # [P, chunks + chunks * E]: limits by chunk, then slots by expert
+        numbers: Tensor,  # [P, chunks + chunks * E]: each chunk's row limit, then numbers of slots by expert
         own: list[int],
     ) -> None:
         """Fail by `check_on_device` on all ranks if any rank has more rows than its limit."""
@@ -115,7 +115,7 @@ class AllGatherDispatcher(RankDispatcher):
 class PaddedAllGatherDispatcher(AllGatherDispatcher):
     """Gathers the tokens of all ranks. Ranks may have different numbers of tokens.
 
-    Works like `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the maximum send
+    Otherwise equal to `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the maximum send
     padding. The host synchronises to read the maximum number of tokens before any token is sent.
     """
 
@@ -128,7 +128,7 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of any rank. Raise ValueError if `_agreed` differs between ranks."""
+        """Return the largest number of tokens of any rank. Raise ValueError if results of `_agreed` differ."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]
@@ -158,7 +158,7 @@ def _slot_offsets(chunks: Sequence[Chunk], experts: ExpertsOfRank) -> list[Tenso
 
 def local_permutations(
     choices: list[Tensor],  # [P * n, K] of each chunk with n tokens per rank; remote experts lie outside [0, num_local)
-    bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows
+    bounds: list[int] | None,  # maximum number of rows of each chunk; None: no limit, the host reads the number of rows
     num_local: int,
     implementation: str | None,
 ) -> list[Permutation]:

@@ -35,7 +35,7 @@ class _Outgoing(NamedTuple):
     tokens: Tensor  # [T, D]
     slots: Slots
     order: Permutation  # sorts slots as if each were a token with K = 1; `row_to_token` holds slot indices
-    counts: Tensor  # [P, E / P]: number of slots for each rank's experts
+    counts: Tensor  # [P, E / P]: number of slots for each expert, by the expert's rank
     capacity: int | None  # number of rows sent to each rank, with padding; None sends exactly the slots
 
 
@@ -78,8 +78,8 @@ class AllToAllDispatcher(RankDispatcher):
     def _exchange_counts(
         self, chunks: list[_Outgoing], agreed: tuple[int, ...]
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
-        """Return each rank's number of slots for each local expert, by chunk. Also return each rank's `agreed`: bytes
-        per token, and bit mask of needed gradients.
+        """Return, for each chunk, the number of slots that each rank sends to each local expert. Also return the values
+        that must be equal on all ranks (`agreed`): bytes per token, and a bit mask of needed gradients.
 
         Fail by `check_on_device` if a rank's counts exceed its capacity, or if ranks have different capacities.
         """
@@ -106,12 +106,12 @@ class AllToAllDispatcher(RankDispatcher):
         self,
         chunks: list[_Outgoing],
         arriving: list[Tensor],
-        to_agree: Tensor,  # [2, P]: `agreed` of each rank
+        to_agree: Tensor,  # [2, P]: each rank's bytes per token and mask of needed gradients
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. Raise ValueError if `agreed` differs between ranks. On GPUs with
-        `max_rows_factor`, a device-side assertion fails instead."""
+        """Return each chunk's route. Raise ValueError if any rank's values differ from `agreed`, those of this rank. On
+        GPUs with `max_rows_factor`, a device-side assertion fails instead."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
@@ -129,7 +129,7 @@ class AllToAllDispatcher(RankDispatcher):
         ]
 
     def _send(self, chunk: _Outgoing, route: _Route, experts: ExpertsOfRank) -> tuple[AsyncCollective, AsyncCollective]:
-        """Start to send the slots. Return the weights [R, 1] and tokens [R, D] for local experts, in flight."""
+        """Start to send the slots. Return the transfers of weights [R, 1] and tokens [R, D] to local experts."""
         top_k = max(route.slot_to_row.shape[1], 1)
         by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
         by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-# This import registers the collectives.
+# This import registers the collectives as ops of PyTorch.
 import torch.distributed._functional_collectives
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -21,7 +21,7 @@ from moe_kernels.runtime.pytorch import assert_on_device
 from ..routing.activation_checkpointing import routing_ops
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # only for types: this import takes half as long as PyTorch's
+    from torch.distributed.tensor import DTensor  # only for types, because it takes half as long to import as PyTorch
 
 _OPS = torch.ops._c10d_functional
 
@@ -31,7 +31,7 @@ COLLECTIVES = [_OPS.all_gather_into_tensor.default, _OPS.reduce_scatter_tensor.d
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a group. The object stores the group's name, because process groups cannot be copied.
+    """The ranks of a group. The object stores the group's name instead of the group, which cannot be copied.
 
     Each collective starts immediately. Every rank must start the same collectives in the same order. Results of
     `all_gather`, `reduce_scatter` and `all_to_all` must pass through `wait` before anything reads them. `gathering`,
@@ -98,8 +98,8 @@ class AsyncCollective:
     """A tensor in flight. In backward, the dual collective (reduce-scatter for all-gather) sends the gradient back.
 
     The constructor starts the transfer. Work between the start and `wait` overlaps with the transfer. In backward, the
-    gradient computation of that work overlaps with the transfer of the gradient. Backward of PyTorch's own collectives
-    does not overlap.
+    gradient computation of that work overlaps with the transfer of the gradient. In backward, PyTorch's own
+    collectives do not overlap with computation.
 
     Args:
         there: starts a collective on the tensor.

@@ -19,8 +19,8 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # longest wait for other ranks; errors should come within 20 seconds, although stores time out late
-_turns: Counter[str] = Counter()  # number of past meetings by op and ranks, including meetings that timed out
+SECONDS = 15.0  # maximum wait for other ranks, in seconds; errors are due within 20 s, but stores time out late
+_turns: Counter[str] = Counter()  # `_group(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
 
@@ -55,7 +55,7 @@ def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
     """Return the indices of the keys that no rank has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # base class, because the type of a timeout error depends on the store
+    except RuntimeError:  # common base class; the type of a timeout error depends on the store
         return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 
@@ -77,7 +77,7 @@ def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
     """
     try:
         yield
-    except BaseException as error:  # also Ctrl-C
+    except BaseException as error:  # includes KeyboardInterrupt
         if getattr(error, _KNOWN, None) == op:
             raise
         problem = str(error).removeprefix(f"{op}: ")
@@ -104,7 +104,7 @@ def _of_rank(rank: int, problem: str) -> str:
 
 
 def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -> None:
-    """Raise ValueError on all ranks if `facts` differs between ranks or a rank does not call."""
+    """Raise ValueError on all ranks if `facts` differs between ranks, or if a rank does not call `agree` in time."""
     everyones = [json.loads(text) for text in meet(op, group, json.dumps(facts), seconds)]
     ranks = distributed.get_process_group_ranks(group)
     for rank, others in zip(ranks, everyones, strict=True):

@@ -28,8 +28,8 @@ from .collectives import Ranks, wait
 from .rank_dispatcher import ExpertsOfRank, split
 from .symmetric_memory import Scattering, Transport, transport_for
 
-_MOST_PIECES = 4  # largest number of column slices of a chunk's output
-_TILE_COLUMNS = 256  # tile width of a GEMM; slices should hold whole tiles
+_MOST_PIECES = 4  # maximum number of column slices of a chunk's output
+_TILE_COLUMNS = 256  # number of columns of a GEMM tile; slices should hold whole tiles
 
 
 class OverlappedDispatcher(AllGatherDispatcher):
@@ -94,7 +94,7 @@ class _Plan:
         transport: Transport,
         topk_experts: Tensor,  # [T, K] int32
         lengths: list[int],  # number of tokens of each chunk
-        bounds: list[int] | None,  # limit on each chunk's rows; None counts the rows, which synchronises the host
+        bounds: list[int] | None,  # maximum number of rows of each chunk; None: count rows, with host synchronisation
         experts: ExpertsOfRank,
     ):
         self.ranks = ranks

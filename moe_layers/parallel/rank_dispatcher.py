@@ -53,7 +53,8 @@ class RankDispatcher(ABC):
 
     Args:
         ranks: the ranks that share the experts, with equally many experts each.
-        max_rows_factor: see each dispatcher. None, the default, sets no limit on rows.
+        max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
+            Default: None, no limit.
         chunks: number of parts of the tokens; one part is sent while another is computed. Default: 1.
         gradient_scale: scale of the gradients of the experts' parameters. Default: 1. Backward multiplies the gradient
             of the outputs by the scale, because this gradient usually has fewer elements than the parameters. Backward
@@ -141,14 +142,15 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     if len(lengths) == 1:
         return [(tokens, slots)]
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    # Each chunk gets the whole bound of a capacity or `TokenExpertPairs`, because all slots may lie in one chunk.
+    # `max_rows` bounds the slots of all chunks together. Each chunk gets the whole bound, because a chunk may hold all
+    # these slots.
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 
 
 class PendingChunks:
-    """Outputs of all chunks, in flight. This class replaces `Pending`, whose field `wait` holds a new function in each
-    call. Compiled code would guard on that function."""
+    """Outputs of all chunks, in flight. `Pending` is not used here, because its field `wait` holds a new function in
+    each call, and compiled code would guard on that function."""
 
     def __init__(self, chunks: list[Pending], num_tokens: int, gradient_scale: float):
         self.chunks = chunks

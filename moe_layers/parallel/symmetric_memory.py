@@ -104,10 +104,10 @@ class PeerCopies(Transport):
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
         self._outgrown: list[Tensor] = []  # earlier, smaller memory; never freed, because CUDA graphs may use it
-        self.under_way: set[object] = set()  # operations in flight; keeps tensors alive that the copy stream uses
+        self.under_way: set[object] = set()  # operations in flight, kept until the copy stream has used their tensors
         self._used_bytes = 0
         self.num_begun = 0
-        self.all_have_begun = False  # whether a barrier has followed the last `begin` on the copy stream
+        self.all_have_begun = False  # whether a barrier was queued on the copy stream after the last `begin`
         self._last: torch.Event | None = None  # end of the last operation; None once a stream has waited for this event
         self._user = self._current_stream()  # stream of the last `begin`
 
@@ -133,7 +133,7 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # Wait only if no stream has waited for this event, because a CUDA graph's capture must not wait for older work.
+        # `_last` is None once a stream has waited for the event. A CUDA graph's capture must not wait for older work.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -222,7 +222,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: Any, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with unseen_by_modes(), torch.inference_mode(False):  # training cannot write to inference tensors
+    with unseen_by_modes(), torch.inference_mode(False):  # no inference tensors: training cannot write to them
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 
@@ -244,9 +244,9 @@ class _CopiedScattering:
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
-        self._shares = _by_rank(shares, copies.size)  # kept alive until the shares are copied
+        self._shares = _by_rank(shares, copies.size)  # the reference keeps the shares alive until they are copied
         buffers = copies.buffers(self._shares.shape, shares.dtype)
-        self._received = buffers[copies.rank]  # the other ranks' shares
+        self._received = buffers[copies.rank]  # memory to which the other ranks copy their shares
         assert copies.all_have_begun, "another rank may still read the memory written here"
         with copies.on_copy_stream():
             for peer in copies.others():

@@ -13,7 +13,7 @@ from moe_kernels.runtime.pytorch import is_in_backward
 
 # FSDP2 labels its work for profilers. A recomputation may have more labels than the forward, for instance if experts
 # are a separate FSDP2 group before a shared expert. Selective checkpointing raises if a recomputation runs more ops
-# than the forward, so exempt the ops that set labels.
+# than the forward. The ops that set labels are therefore exempt from this check.
 _profiler = torch.ops.profiler
 SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler._record_function_exit._RecordFunction))
 
@@ -61,7 +61,7 @@ def kept_choice(
     a recomputation gets the same experts.
 
     Raises:
-        ValueError: a recomputation without `save_routing` replays the choice.
+        ValueError: `is_replayed` is True, and a checkpointed region without `save_routing` is recomputed.
     """
     if is_replayed and is_in_backward():
         raise ValueError(

@@ -5,7 +5,7 @@ the weights of the assigned experts, with gradients. A slot without an expert is
 
 | assignment | a token's experts | depends on other tokens |
 |---|---|---|
-| `RoundRobinAssignment` | `top_k`, in turn, independent of the logits | on the number of tokens before it |
+| `RoundRobinAssignment` | the next `top_k` in turn, independent of the logits | on the number of tokens before it |
 | `CustomAssignment` | decided by the callable | if the callable does |
 | `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
 | `TokenRounding` | its top-k, plus or minus some, so that GEMM tiles are full | on the whole call: not causal |
@@ -44,7 +44,7 @@ class Assignment(ABC):
         spec: RouterSpec,
         token_mask: Tensor | None,  # [T]
     ) -> Slots:
-        """Return slots decided from the logits of `routed`. The router's own choice in `routed` has `top_k` experts.
+        """Return slots decided from the logits of `routed`, which also holds the router's choice of `top_k` experts.
 
         An expert id lies in [0, E), or is -1 for no expert. Only ids on the CPU are checked. Implementations must not
         synchronise the host.

@@ -89,7 +89,8 @@ def _rank_among_equals(
     keys: Tensor,  # [N] integers
     priority: Tensor | None,  # [N]; None without priorities
 ) -> Tensor:  # [N] int64
-    """Return how many elements of equal key precede each element, by descending priority and then by position."""
+    """Return each element's rank, from 0, among the elements of equal key. Elements of higher priority come first. On
+    ties, or without priorities, earlier elements come first."""
     # Rank by stable sorts only, because `save_routing` keeps their results for recomputations. `ordered`: sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)

@@ -66,8 +66,8 @@ class ExpertChoice(_AcrossTokens):
     tokens. Weights follow the router's rule, applied to the experts that took the token. For the paper's weights, which
     are the plain scores, set `normalize=False`.
 
-    Forward and backward allocate these ceil(...) rows per expert, at most T. Choice and weights are [T, E], and the
-    weights are saved for backward.
+    Forward and backward allocate ceil(factor * T * top_k / num_experts) rows per expert, at most T. Choice and
+    weights are [T, E], and the weights are saved for backward.
 
     Source: https://arxiv.org/abs/2202.09368.
 
@@ -94,7 +94,8 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# `_ADDED[rounding](multiple)` is added to a count. Rounding the sum down then rounds the count as `rounding` says.
+# rounding -> function of the multiple. To round a count as `rounding` says, add the function's result to the count and
+# round the sum down to the multiple.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
@@ -104,7 +105,7 @@ class TokenRounding(_AcrossTokens):
 
     An expert with too many tokens drops the tokens that score lowest for this expert, the last tokens on ties. An
     expert with too few tokens adds the highest-scoring tokens among those that did not choose this expert. A token may
-    therefore get fewer experts than top_k, possibly none, or more. Weights follow the router's rule, applied to the
+    therefore get more or fewer experts than top_k, possibly none. Weights follow the router's rule, applied to the
     experts that the token gets. If a call has fewer tokens than the multiple, no expert gets any token. Use this
     assignment only for training, with many more tokens.
 

@@ -44,7 +44,7 @@ class AttachedRouter(Protocol):
     def implementation(self) -> str | None: ...  # the experts' implementation; None before `enable`
 
     @property
-    def num_slots(self) -> int | None: ...  # experts per token; None if unknown before a forward
+    def num_slots(self) -> int | None: ...  # number of experts per token; None if unknown before a forward
 
     @property
     def weight(self) -> Tensor: ...
@@ -54,11 +54,12 @@ class AttachedRouter(Protocol):
 
     def take_counts_to(self, device: torch.device) -> None: ...
 
-    def require_counts(self, op: str) -> None: ...  # raises ValueError unless the router counts experts
+    def require_counts(self, op: str) -> None: ...  # raises ValueError if forwards do not count chosen experts
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # the experts' implementation, and their w_up
 
-    def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...  # `add` gets [T, K] int32
+    # Within the context, each forward of the router calls `add` with its choice, [T, K] int32.
+    def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...
 
     def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> AbstractContextManager[None]: ...
 
@@ -76,7 +77,7 @@ def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -
 
 
 def attached_routers(model: nn.Module) -> dict[str, AttachedRouter]:
-    """Return the model's routers that other libraries define, by the name of their layer."""
+    """Return a dictionary from layer name to router, with the model's routers that other libraries define."""
     return {name: router for find in _FINDERS for name, router in find(model).items()}
 
 
@@ -87,6 +88,6 @@ def check_found(op: str, found: Collection[object]) -> None:
 
 
 def model_routers(model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    """Return this package's routers in a model by module name, and attached routers by the name of their layer."""
+    """Return a dictionary of a model's routers. Keys are module names, and for attached routers layer names."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
     return own | attached_routers(model)

@@ -67,8 +67,8 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1. Tokens beyond the end of a sequence's array also get -1, such as the last token, which the
-        engine never runs. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make
+        Padding gets -1. Tokens beyond the end of a sequence's array, such as the last token, which the engine never
+        runs, also get -1. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make
         one record per forward.
 
         Shapes: attention_mask [B, S].
@@ -172,7 +172,7 @@ class _Replay:
         self.name, self.router = name, router
         _check_choices("replay", name, router, choices)
         self.choices = list(choices)
-        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1]: True to keep the router's choice
+        self.is_own: list[Tensor | None] = [None] * len(choices)  # [T, 1]: True where the router's own choice is kept
         self.position = 0
 
     def choose(self, router: TopKRouter, inputs: tuple[Tensor, ...], named_inputs: dict[str, Tensor]):
@@ -190,7 +190,7 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (num_tokens, num_slots)
-        # If num_slots is None, the router has a `CustomAssignment` and raises, because its choices cannot be replayed.
+        # Skip this check if num_slots is None: the router has a `CustomAssignment`, which cannot replay and raises.
         if choice.shape != expected and num_slots is not None:
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "
@@ -221,7 +221,7 @@ def _prepare(replays: list[_Replay]) -> None:
         is_own = None
         if is_attached:
             is_own = (choices < 0).any(2, keepdim=True)
-            # Keep a mask on a GPU even if the mask is all false, because reading a mask would synchronise the host.
+            # An all-false mask becomes None, except on a GPU, where testing the mask would synchronise the host.
             is_own = is_own.to(device) if source.type == "cuda" or is_own.any() else None
             choices = choices.long()
         choices = choices.to(device)
@@ -259,7 +259,7 @@ def choices_of_rollouts(
     attention_mask: Tensor | None,  # [B, S]
     lengths: Sequence[int] | None,
 ) -> dict[str, Tensor]:  # [T, K] int32
-    """Return one forward's choices by router name, from the arguments of `RoutingReplay.from_rollouts`."""
+    """Return a dictionary from router name to one forward's choices. Arguments: see `RoutingReplay.from_rollouts`."""
     arrays = [_as_choices(index, array) for index, array in enumerate(rollouts)]
     if not arrays:
         raise ValueError("RoutingReplay.from_rollouts: rollouts must hold a sequence, got none")

@@ -77,7 +77,7 @@ class Slots(NamedTuple):
     topk_experts: Tensor  # [T, K] int32; -1 for a slot that reaches no expert
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E]
-    max_rows: int | None = None  # upper bound on the slots that reach an expert; None for T * K
+    max_rows: int | None = None  # maximum number of slots that reach an expert; None means T * K
     chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before the capacity; None without a capacity
 
     @property
@@ -95,10 +95,10 @@ def layer_routing(
     slots: Slots,
     info: TokenInfo,
     offsets: Tensor | None,  # [E]: exclusive end row of each expert's slots
-    num_experts: int,  # zero experts included
+    num_experts: int,  # number of experts, including the zero experts
     implementation: str | None,
 ) -> LayerRouting:
-    """Return the routing of a forward, with counts by expert. If `offsets` is given, the counts need one sort less."""
+    """Return the routing of a forward, with counts per expert. If `offsets` is given, counting needs one sort less."""
 
     def count(experts: Tensor) -> Tensor:  # [E] int32
         return differences(sort_by_expert(experts, num_experts, implementation=implementation).offsets)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..checks import check_positive
 
-_ALIGNMENT = 16  # bytes; a tensor that starts at a multiple of 16 can be viewed in any dtype
+_ALIGNMENT = 16  # in bytes; a tensor that starts at a multiple of 16 bytes can be viewed in any dtype
 
 
 class Entry(NamedTuple):

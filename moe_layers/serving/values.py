@@ -37,7 +37,7 @@ class Value(NamedTuple):
     experts: Any = None
 
 
-_Seen = dict[int, tuple[str, list[LowRank]]]  # name and adapters of each tensor seen so far, by the tensor's id
+_Seen = dict[int, tuple[str, list[LowRank]]]  # id of a tensor -> (first name, adapters under this name)
 
 
 class LayerValue(NamedTuple):
@@ -51,7 +51,7 @@ class Reader(NamedTuple):
     """Reads the tensors of a model.
 
     Attributes:
-        keep_quantized: yield FP8 and MXFP4 weights as stored, as quantised numbers and scales.
+        keep_quantized: whether to yield FP8 and MXFP4 weights as stored: quantised numbers and scales.
         dtype: dtype of dequantised FP8 weights.
     """
 
@@ -94,7 +94,7 @@ class Reader(NamedTuple):
             full, added = _join(path, name), changes.get(name, [])
             if id(tensor) in seen:
                 first, of_first = seen[id(tensor)]
-                if of_first != added:  # a tied weight is yielded only once, with the adapters of its first name
+                if of_first != added:  # only the adapters of the first name would be added
                     raise ValueError(
                         f"iter_weights: tied weights must have the same adapters, got {first} and {full} with others; "
                         "untie them"
@@ -163,7 +163,7 @@ def _join(path: str, name: str) -> str:
 def gathered(name: str, tensor: Any) -> Tensor:
     """Return the full tensor. All ranks must call this function in the same order.
 
-    `active_adapters` also takes this function as `local_share`, and then returns factors with the experts of all ranks.
+    If passed to `active_adapters` as `local_share`, this function makes the factors hold the experts of all ranks.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):
@@ -209,7 +209,7 @@ def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRan
 
 
 def own_memory(tensor: Tensor, held: Any) -> Tensor:
-    """Return a tensor that may be overwritten: a copy if `tensor` shares memory with the parameter `held`."""
+    """Return a writable tensor: a copy if `tensor` shares memory with the parameter `held`, else `tensor`."""
     local = held.to_local() if is_dtensor(held) else held
     return tensor.clone() if tensor.data_ptr() == local.data_ptr() else tensor
 

@@ -35,12 +35,12 @@ class ActivationGradientArguments(RowArguments):
     weighted: Tensor  # [R, F]
     row_weights: Tensor  # [R] float32
     row_sums: Tensor  # [R, ceil(F / COLUMNS)] float32
-    epilogue: str  # the name of a gated activation
+    epilogue: str  # name of the gated activation
     accumulator_type: torch.dtype = torch.float32
     offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
-    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
+    reserved_sms: int = 0  # number of SMs that a persistent kernel leaves unused
 
     @property
     def outputs(self) -> list[Tensor]:

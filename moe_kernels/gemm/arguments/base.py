@@ -69,10 +69,10 @@ class Arguments(abc.ABC):
     A: Tensor
     out: Tensor
     accumulator_type: torch.dtype
-    epilogue: str | None  # an activation that the kernel applies to the product
+    epilogue: str | None  # name of the activation that the kernel applies to the product, or None
     tensors: ClassVar[tuple[str, ...]]  # names of the tensor fields; an optional field may hold None
     operand_names: ClassVar[tuple[str, ...]]  # names of the fields that KernelMetadata.operands describes
-    tile_table: TileTable | None  # always None for arguments that need no table
+    tile_table: TileTable | None  # tiles of the rows; always None in classes whose kernels need no table
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
     def __post_init__(self) -> None:
@@ -154,7 +154,7 @@ class RowArguments(Arguments):
     B: Tensor  # [G, K, N]
     offsets: Tensor | None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None  # [R] int32: row r reads A[row_to_token[r]]
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
+    assumed_rows: int | None = None  # number of rows per group to choose the kernel for; None: the actual number
 
     @property
     def num_rows(self) -> int:

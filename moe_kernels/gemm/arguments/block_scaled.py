@@ -40,8 +40,8 @@ class BlockScaledGemmArguments(RowArguments):
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies an epilogue
     zero_tail: bool = True  # whether to write zeros to the rows past the last offset
-    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
+    reserved_sms: int = 0  # number of SMs that a persistent kernel leaves unused
+    assumed_rows: int | None = None  # number of rows per group for which the kernel is chosen; None: the actual number
 
     def selection_key(self) -> tuple[Any, ...]:
         return *self._row_key(), are_stored_as_read(self)

@@ -52,9 +52,9 @@ class DecodingGemmArguments(Arguments):
     accumulator_type: torch.dtype = torch.float32
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
-    epilogue: str | None = None  # always None: no kernel applies an epilogue
+    epilogue: str | None = None  # always None, because no kernel that decodes weights applies an epilogue
     bias: Tensor | None = None  # [G, N]
-    extra_a: Tensor | None = None  # [R, r], already in the order of the rows
+    extra_a: Tensor | None = None  # [R, r]; row_to_token does not apply
     extra_b: Tensor | None = None  # [G, r, N]
 
     @classmethod

@@ -26,9 +26,9 @@ class GemmArguments(Arguments):
     B: Tensor  # [K, N] or [L, K, N]
     out: Tensor  # [M, N]; [L, M, N] if A or B is batched
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # table with one group per matrix; None: a kernel that needs a table makes one
+    tile_table: TileTable | None = None  # one group per matrix; None: kernels that need a tile table make one
     epilogue: str | None = None  # a plain activation, applied to the product before it is rounded
-    assumed_rows: int | None = None  # rows per matrix for which the kernel is chosen; None: the actual number
+    assumed_rows: int | None = None  # number of rows per matrix for which the kernel is chosen; None: the actual one
 
     @property
     def num_batches(self) -> int:

@@ -21,8 +21,8 @@ class GroupedGemmArguments(RowArguments):
     once.
 
     With an epilogue, the product without the bias is rounded and stored in `preactivation`. `out` gets the activation
-    of (stored preactivation + bias). This sum is not rounded, because rounding would move more values across the limits
-    of clamps. N is 2F if the activation is gated, else F.
+    of (stored preactivation + bias). The sum is not rounded before the activation, because rounding could move a value
+    across a clamp's limit. N is 2F if the activation is gated, else F.
 
     Shapes: A [R, K] or [T, K], B [G, K, N], out [R, N] or [R, F], offsets [G] int32, row_to_token [R] int32,
     preactivation [R, N], bias [G, N], row_scale [R] float32, scale_a [R] float32 or [T], scale_b [G, N] float32,
@@ -40,17 +40,17 @@ class GroupedGemmArguments(RowArguments):
     offsets: Tensor | None = None  # [G] int32; not read when tile_table is given
     row_to_token: Tensor | None = None  # [R] int32: row r reads A[row_to_token[r]]
     tile_table: TileTable | None = None
-    epilogue: str | None = None  # an activation
+    epilogue: str | None = None  # name of the activation; None: no activation
     preactivation: Tensor | None = None  # [R, N], with an epilogue
     zero_tail: bool = True  # whether to write zeros to the rows past the last offset
     bias: Tensor | None = None  # [G, N]
     row_scale: Tensor | None = None  # [R] float32
     scale_a: Tensor | None = None  # [R] float32; [T] with row_to_token
     scale_b: Tensor | None = None  # [G, N] float32
-    extra_a: Tensor | None = None  # [R, r], already in the order of the rows
+    extra_a: Tensor | None = None  # [R, r], in expert order even if A is [T, K]
     extra_b: Tensor | None = None  # [G, r, N]
-    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
-    assumed_rows: int | None = None  # rows per group for which the kernel is chosen; None: the actual number
+    reserved_sms: int = 0  # number of SMs that a persistent kernel leaves unused
+    assumed_rows: int | None = None  # number of rows per group for which the kernel is chosen; None: the actual one
 
     @property
     def product(self) -> Tensor:  # [R, N]
@@ -129,8 +129,8 @@ class WgradArguments(Arguments):
     dout_row_to_token: Tensor | None = None  # [R] int32
     tile_table: TileTable | None = None
     epilogue: str | None = None  # always None: no kernel applies an epilogue to a gradient
-    reserved_sms: int = 0  # SMs that a persistent kernel leaves unused
-    accumulate: bool = False  # add to out
+    reserved_sms: int = 0  # number of SMs that a persistent kernel leaves unused
+    accumulate: bool = False  # whether to add to `out` instead of overwriting it
 
     @property
     def num_rows(self) -> int:

@@ -30,7 +30,7 @@ class JaggedGemmArguments(Arguments):
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
     tile_table: TileTable | None = None  # from `make_jagged_table`, which also zeroes the rows of `out` without a group
-    epilogue: str | None = None  # no kernel applies an epilogue so far
+    epilogue: str | None = None  # always None: no kernel applies an epilogue
 
     def shape_error(self) -> str | None:
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 2) or self._expect_rank("out", 2):
@@ -48,8 +48,8 @@ class JaggedGemmArguments(Arguments):
     def grouped(self) -> GroupedGemmArguments:
         """Return the arguments of a grouped GEMM with one group that computes the same product."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
-        # With one group, no kernel uses the group stride, but TMA rejects some values. Use the stride of adjacent
-        # matrices.
+        # With one group, no kernel uses the group stride, but TMA rejects some strides. Use the stride that
+        # adjacent matrices would have.
         group_stride = max(size_k * stride_k, size_n * stride_n)
         b = self.B.as_strided((1, size_k, size_n), (group_stride, stride_k, stride_n))
         return GroupedGemmArguments(

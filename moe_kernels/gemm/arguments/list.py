@@ -13,7 +13,7 @@ from torch import Tensor
 from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
-# Number of int64 fields that the table has for each problem. The fields are the nine addresses, sizes and leading
+# Number of int64 fields of each problem in a `ProblemTable`. The fields are the nine addresses, sizes and leading
 # dimensions of a `Problem`, a bit mask of the operands stored by columns (1: A, 2: B), the first tile, and the end tile
 # (exclusive). The number is even, so that the list of tiles after the last problem is aligned to 16 bytes.
 NUM_FIELDS = 12
@@ -26,18 +26,18 @@ class Problem(NamedTuple):
     pointers: tuple[int, int, int]  # A, B, out
     sizes: tuple[int, int, int]  # M, N, K
     leading_dimensions: tuple[int, int, int]  # A, B, out
-    by_columns: tuple[bool, bool]  # A, B
+    by_columns: tuple[bool, bool]  # whether A and B are stored by columns
 
     def num_tiles(self, block_m: int, block_n: int) -> int:
         return cdiv(self.sizes[0], block_m) * cdiv(self.sizes[1], block_n)
 
 
 class ProblemTable(NamedTuple):
-    """The table that the kernels read. The table holds addresses, so it is valid only while the tensors exist."""
+    """Problems and tiles as kernels read them. The table holds addresses, so it is valid while the tensors exist."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64; begins with the pointers, sizes and leading dimensions of `Problem`
-    tile_to_problem: Tensor  # [tiles] int32
-    tile_shape: tuple[int, int]  # rows and columns of a tile of out
+    tile_to_problem: Tensor  # [tiles] int32: index of each tile's problem
+    tile_shape: tuple[int, int]  # number of rows and number of columns of a tile of out
 
 
 class Survey(NamedTuple):
@@ -45,13 +45,13 @@ class Survey(NamedTuple):
     but affect no other field."""
 
     problems: list[Problem]
-    num_filled: int  # problems with a nonempty output
+    num_filled: int  # number of problems with a nonempty output
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
-    aligned: bool  # all addresses and leading dimensions are multiples of 16 bytes
-    whole: bool  # all contiguous axes are multiples of 16 bytes long
-    separate: bool  # in A and B, no stored row or column overlaps the next one
+    aligned: bool  # whether all addresses and leading dimensions are multiples of 16 bytes
+    whole: bool  # whether all contiguous axes are multiples of 16 bytes long
+    separate: bool  # whether no stored row or column of A and B overlaps the next row or column
     largest: tuple[int, int, int]  # the largest M, the largest N and the largest K
-    depths: frozenset[int]  # all values of K
+    depths: frozenset[int]  # all different values of K
     area: int  # sum of M * N
     work: int  # sum of M * N * K
 
@@ -93,7 +93,7 @@ class GroupedGemmListArguments(Arguments):
     B_list: Sequence[Tensor]  # [K, N] each
     out_list: Sequence[Tensor]  # [M, N] each
     accumulator_type: torch.dtype = torch.float32
-    table: ProblemTable | None = None  # a table of these tensors; None: the kernel makes one
+    table: ProblemTable | None = None  # table of these tensors; None (default): the kernel makes the table
     epilogue: str | None = None  # a plain activation, applied to the products before they are rounded
 
     def __post_init__(self) -> None:
@@ -105,13 +105,13 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def A(self) -> Tensor:
-        """Return the first A. All operands are on its device."""
+        """Return the first matrix A. All operands are on the device of this matrix."""
         return self.A_list[0]
 
     @property
     def operands(self) -> dict[str, Tensor]:
         """Return the operands of the first problem with a nonempty output, or of the first problem if all outputs are
-        empty. Valid problems share dtypes and device."""
+        empty. All valid problems have the same dtypes and the same device."""
         lists = self.A_list, self.B_list, self.out_list
         # Do not raise here for lists of different lengths, because `shape_error` reports them.
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
@@ -179,8 +179,8 @@ class GroupedGemmListArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """Return the properties that decide whether and how fast kernels run, with sizes rounded up to powers of two.
-        Call only if `error` returns None."""
+        """Return a cache key: the properties that decide whether and how fast kernels run, with sizes rounded up to
+        powers of two. Call only if `error` returns None."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()

@@ -22,7 +22,7 @@ from .ragged import MAX_ROWS
 # Cost of reading one byte, as a number of multiplications. From A100 to B200, the ratio of the tensor cores'
 # multiplications/s to the memory's bytes/s is about twice this number.
 _MULTIPLICATIONS_PER_BYTE = 50
-_BOUNDS_BLOCK = 128  # tile height in tables made for weight gradients; their kernels do not read the table's tiles
+_BOUNDS_BLOCK = 128  # number of rows per tile in tables for weight-gradient kernels, which do not read the tiles
 
 
 class RowTileKernel(Kernel):
@@ -98,8 +98,8 @@ class GroupedGemmKernel(RowTileKernel):
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
     def _preactivation_error(self, args: GroupedGemmArguments) -> str | None:
-        """Return the error of `preactivation`, or None. `preactivation` must meet the requirements on `out`. With a
-        gated activation, the up half must be aligned like a separate matrix."""
+        """Return an error text if `preactivation` does not meet the requirements on `out`, else None. With a gated
+        activation, the up half must also be aligned like a separate matrix."""
         product, operand = args.preactivation, self.metadata.operands.out
         if product is None:
             return None
@@ -113,8 +113,8 @@ class GroupedGemmKernel(RowTileKernel):
 
 
 class WrappedGroupedGemm(Kernel):
-    """Base of kernels that compute another kind of product by running a grouped GEMM kernel with a suitable tile
-    table."""
+    """Base of kernels that compute a product other than a grouped GEMM, by running a grouped GEMM kernel with a
+    suitable tile table."""
 
     form: str  # name of the kind of product; replaces "grouped_gemm" in the kernel's name
 
@@ -136,7 +136,7 @@ class WgradKernel(Kernel):
     """Base of kernels that compute the weight gradient described by `WgradArguments`."""
 
     arguments_class = WgradArguments
-    accumulates: ClassVar[bool] = False  # whether the kernels can add to out
+    accumulates: ClassVar[bool] = False  # whether the kernels can add to `out` instead of overwriting it
 
     def supports_design(self, args: WgradArguments) -> Status:
         if args.accumulate and not self.accumulates:
@@ -176,8 +176,8 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Check TMA's limits: fewer than 2**30 rows, no empty tensor, and gathered rows that are multiples of 16 bytes
-    long."""
+    """Return whether the operands meet TMA's limits, which apply only to designs with TMA: fewer than 2**30 rows, no
+    empty tensor, and gathered rows whose length is a multiple of 16 bytes."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:

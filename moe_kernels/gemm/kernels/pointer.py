@@ -81,7 +81,7 @@ def _grouped_gemm_kernel(
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
-    num_row_tiles,  # capacity
+    num_row_tiles,  # capacity: number of entries of the tile table
     G,
     K,
     N,
@@ -204,7 +204,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
 
 EXTRA = ("extra_a", "extra_b")
 
-# Buffers of every tile fit 99 KiB, the smallest shared memory of a supported GPU.
+# (tile shape, num_warps, num_stages), with buffers of at most 99 KiB, the smallest shared memory of supported GPUs.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
     # The last two tiles are narrow, because the matrices of adapters have few columns.

@@ -1,7 +1,8 @@
-"""Grouped GEMM of e4m3 operands with block scales through pointers: any size, stride and GPU that multiplies e4m3.
+"""Grouped GEMM of e4m3 operands with block scales through pointers.
 
-Tensor cores sum e4m3 products with about 14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). The sum of every
-128 products is therefore scaled and added to a float32 total.
+The kernels support all sizes and strides, and all GPUs that multiply e4m3. Tensor cores sum e4m3 products with about
+14 bits (section 3.3.2 of https://arxiv.org/abs/2412.19437). The sum of every 128 products is therefore scaled and added
+to a float32 total.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def _block_scaled_kernel(
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
-    num_row_tiles,  # capacity
+    num_row_tiles,  # capacity: maximum number of row tiles
     G,
     K,
     N,
@@ -145,7 +146,7 @@ def _kernel(design: PointerDesign) -> PointerBlockScaledGemm:
     return PointerBlockScaledGemm(KernelMetadata(name, PointerBlockScaledGemm, FLOAT8_CC, operands, design))
 
 
-# Buffers of every tile fit 99 KiB, the smallest shared memory of a GPU that multiplies e4m3.
+# The buffers of each tile fit into 99 KiB, the smallest shared memory of a GPU that multiplies e4m3.
 _TILES = [((128, 128, 128), 8, 3), ((64, 128, 128), 4, 3)]
 
 BLOCK_SCALED_KERNELS = tuple(

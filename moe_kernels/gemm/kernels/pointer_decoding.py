@@ -53,13 +53,13 @@ def _decoding_gemm_kernel(
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
-    OUT: tl.constexpr,  # rows of each stored matrix
+    OUT: tl.constexpr,  # number of rows of each stored matrix
     IN: tl.constexpr,
     FORM: tl.constexpr,
     TRANSPOSED: tl.constexpr,  # whether B[g] is the transpose of the stored matrix [OUT, IN]
     EXTRA_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    TILE_ROWS: tl.constexpr,  # rows of a tile in the table
+    TILE_ROWS: tl.constexpr,  # number of rows of a tile in the table
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,7 +145,8 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """Computes `DecodingGemmArguments` of any weight format, gathered or not. One program computes one tile of out."""
+    """Computes the product described by `DecodingGemmArguments`, for all weight formats, and for gathered or contiguous
+    rows of A. One program computes one tile of out."""
 
     arguments_class = DecodingGemmArguments
 
@@ -153,8 +154,8 @@ class DecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group for one index along K. Each tile of rows decodes the weight again. If a tile
-        loads less than a cache line of each stored row, decoding costs 10 % more."""
+        """Return the cost of one group for one index along K, as a number of multiplications. Each tile of rows decodes
+        the weight again. If a tile loads less than a cache line of each stored row, decoding costs 10 % more."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
         row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
@@ -194,7 +195,8 @@ class DecodingGemm(Kernel):
 
 def _precision(a: Tensor) -> str | None:
     """Return "tf32" for float32 rows if TF32 is enabled in PyTorch, else "float32". For other dtypes, return None.
-    Triton up to 3.8 cannot compile float64 products (`dot_precision`) of operands that are decoded from bytes."""
+    "float64", which `dot_precision` may return, is replaced by "float32": Triton up to 3.8 cannot compile float64
+    products of operands that are decoded from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

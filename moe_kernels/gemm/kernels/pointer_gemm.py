@@ -28,7 +28,7 @@ def _gemm_kernel(
     N,
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    FORWARD: tl.constexpr,  # activation, or None
+    FORWARD: tl.constexpr,  # function of the activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,7 +65,7 @@ def _gemm_kernel(
 
 
 class PointerGemm(Kernel):
-    """Computes `out[l] = epilogue(A[l] @ B[l])`, one tile per program. All l share an operand without a batch axis."""
+    """Computes `out[l] = epilogue(A[l] @ B[l])`, one tile per program. An operand without a batch axis serves all l."""
 
     arguments_class = GemmArguments
     epilogues = tuple(PLAIN_EPILOGUES)

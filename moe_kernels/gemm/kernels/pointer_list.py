@@ -1,4 +1,4 @@
-"""Products A_list[g] @ B_list[g] through pointers: any size, layout, leading dimension and supported GPU."""
+"""Products A_list[g] @ B_list[g] through pointers, for any size, layout and leading dimension, on any supported GPU."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # divides every address, leading dimension and contiguous size of A and B, in elements
-    OUT_PIECE: tl.constexpr,  # divides every address, leading dimension and row length of out, in elements
+    PIECE: tl.constexpr,  # in elements: common divisor of addresses, leading dimensions and contiguous sizes of A and B
+    OUT_PIECE: tl.constexpr,  # in elements: common divisor of addresses, leading dimensions and row lengths of out
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
-    FORWARD: tl.constexpr,  # activation, or None
+    FORWARD: tl.constexpr,  # device function of the activation, or None
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,9 +134,9 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry holds the tile, warps, stages, choices of programs per SM and alignment in bytes. Among choices of equal
-# cost, `rule.py` takes the first. Every tile fits the smallest shared memory of a supported GPU. Without alignment,
-# each element needs its own address, and only small tiles leave enough registers for the addresses.
+# dtype -> designs (tile, warps, stages, numbers of programs per SM, alignment in bytes). Each number of programs per SM
+# gives a kernel. Among kernels of equal cost, `rule.py` takes the first. Every tile fits the smallest shared memory
+# of a supported GPU. Without alignment, each element has its own address, for which large tiles lack registers.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

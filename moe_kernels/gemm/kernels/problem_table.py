@@ -62,7 +62,7 @@ def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: i
 
 @dataclass(frozen=True)
 class PointerArrayDesign(PointerDesign):
-    """Loads operands from addresses in a table. Each SM runs `programs_per_sm` programs, or fewer if tiles are few."""
+    """The kernel loads operands from addresses in a table. Each SM runs at most `programs_per_sm` programs."""
 
     programs_per_sm: int = 1
 
@@ -75,7 +75,7 @@ class TmaArrayDesign(TmaDesign):
 
 
 class GroupedGemmListKernel(Kernel):
-    """Kernels that compute `GroupedGemmListArguments`."""
+    """Base of the kernels that compute a list of independent products, out_list[g] = A_list[g] @ B_list[g]."""
 
     arguments_class = GroupedGemmListArguments
 
@@ -96,7 +96,7 @@ class GroupedGemmListKernel(Kernel):
 
     @abc.abstractmethod
     def supports_aligned(self, args: GroupedGemmListArguments) -> Status:
-        """Check a kernel's own requirements. The caller has checked that problems share layouts and are aligned."""
+        """Check the kernel's own requirements. The caller has checked that problems share layouts and are aligned."""
 
     def launch(self, args: GroupedGemmListArguments) -> Launch | None:
         return self._launch(args) if any(out.numel() for out in args.out_list) else None
@@ -138,8 +138,8 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first row and the first column of tile number `local` of a problem. The numbers cover GROUP_TILES row
-    tiles of one column tile before those of the next column tile."""
+    """Return the first row and the first column of tile number `local` of a problem. Tiles are numbered in bands of
+    GROUP_TILES row tiles. Within a band, the tiles are numbered column by column."""
     num_row_tiles = tl.cdiv(M, BLOCK_M)
     band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
     first = local // band * GROUP_TILES

@@ -20,7 +20,7 @@ from ..kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, S
 from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
-_TABLE_ROWS = 128  # rows per tile in a table made for these kernels; tables with other tile heights also work
+_TABLE_ROWS = 128  # number of rows per tile in tables made for these kernels; tables with other tile sizes also work
 # Largest average number of rows per group. With more rows, warp-specialised kernels are faster. A power of two, because
 # selection rounds the average up to a power of two (`rows_bucket`).
 _MOST_ROWS = 32
@@ -33,7 +33,7 @@ def _multiply(
     a_ptrs,  # [BLOCK_M, BLOCK_K] of the first step
     row_mask,  # [BLOCK_M]
     b_ptrs,  # [BLOCK_K, BLOCK]
-    up_offset,  # distance from the gate half of B to the up half
+    up_offset,  # number of elements from the gate half of B to the up half
     column_mask,  # [BLOCK]
     depth,  # K, or 0 to return zeros
     GATED: tl.constexpr,
@@ -84,7 +84,7 @@ def _streaming_kernel(
     EVEN_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
-    TABLE_ROWS: tl.constexpr,  # height of the table's tiles
+    TABLE_ROWS: tl.constexpr,  # number of rows of a tile of the table
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -92,13 +92,13 @@ def _streaming_kernel(
     """One program writes BLOCK_N columns of A @ B[g] for the rows of one table tile, BLOCK_M rows at a time. With
     FORWARD, the activation is written, too. Grid: (capacity * cdiv(columns of out, columns of out per program),)."""
     GATED: tl.constexpr = FORWARD is not None
-    BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # columns of out in a tile
-    columns = N // 2 if GATED else N  # columns of out
+    BLOCK: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N  # number of columns of out in a tile
+    columns = N // 2 if GATED else N  # number of columns of out
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK
-    # The table entry is loaded before the number of tiles is checked, so that the two loads overlap. Past the last tile
-    # the entry is not used.
+    # Load the table entry before checking the number of tiles, so that the load of the entry overlaps the load of the
+    # number. Programs past the last tile do not use their entry.
     group = tl.load(tiles_ptr + 2 * tile)
     place = tl.load(tiles_ptr + 2 * tile + 1)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):

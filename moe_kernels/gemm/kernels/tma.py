@@ -43,7 +43,7 @@ def _tma_kernel(
     EVEN_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     B_COLUMN: tl.constexpr,
-    FORWARD: tl.constexpr,  # activation, or None
+    FORWARD: tl.constexpr,  # function of the activation, or None
     FLATTEN: tl.constexpr,  # whether one software pipeline spans all tiles of a program
     GROUP_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,

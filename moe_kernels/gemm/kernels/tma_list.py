@@ -19,7 +19,7 @@ from .problem_table import GroupedGemmListKernel, TmaArrayDesign, tile_origin, t
 
 @triton.jit
 def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Make a TMA descriptor of a matrix in storage order: `columns` is the length of the contiguous axis."""
+    """Make a TMA descriptor of a matrix that memory holds as `rows` lines of `columns` contiguous elements."""
     return tl.make_tensor_descriptor(
         address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
     )
@@ -42,7 +42,7 @@ def _tma_array_kernel(
 ):
     """Each program writes every num_programs-th [BLOCK_M, BLOCK_N] tile of all products. Grid: (programs,)."""
     HALF_N: tl.constexpr = BLOCK_N // 2
-    # Tensor cores sum float8 products with about 14 bits. IMPRECISE adds each step's sum to a float32 total.
+    # Tensor cores sum float8 products with about 14 bits. IMPRECISE makes `tl.dot` add each step's sum in float32.
     IMPRECISE: tl.constexpr = BLOCK_K if DTYPE.is_fp8() else None
     step = tl.num_programs(0)
     tile = tl.program_id(0)
@@ -114,7 +114,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
 
 
 # Each entry holds the tile, warps, stages and choices of programs per SM. Among choices of equal cost, `rule.py` takes
-# the first. Float8 has no wider tile, because float8 sums take twice the registers.
+# the first. Float8 has no wider tile, because float8 sums take twice the registers of 16-bit products' sums.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)

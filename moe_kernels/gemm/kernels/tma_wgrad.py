@@ -119,8 +119,8 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# The design with a gather has two stages more than the same tile without a gather. Two stages are needed to load the
-# row indices before the rows.
+# The design with a gather has two stages more than the design of the same tile without a gather. The additional stages
+# allow row indices to be loaded before the rows.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

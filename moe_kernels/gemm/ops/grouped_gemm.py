@@ -44,7 +44,7 @@ def grouped_gemm(
     out: Tensor | None = None,  # [R, N]; [R, F] with an activation, N = 2F
     out_dtype: torch.dtype | None = None,
     implementation: str | None = None,
-) -> Tensor:  # as out
+) -> Tensor:  # [R, N]; [R, F] with an activation
     """Multiply each group of rows by its own matrix:
 
         out[start:end] = activation(row_scale * (scale_a * scale_b[g] * (a[start:end] @ b[g]) + bias[g]))
@@ -178,7 +178,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # both launches use this table
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # for the GEMM and the bias
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)

@@ -71,8 +71,8 @@ def jagged_gemm(
     Operands of two dtypes are first converted to the promoted dtype, which is also the dtype of the result. Operands
     may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
     `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at
-    or past the last offset are zeros. In the operands, these rows do not affect the result or a gradient. The gradient
-    of `b` is summed in a fixed order and stored like `b`. Deterministic, without host synchronisation.
+    or past the last offset are zeros. These rows of `a_packed` do not affect the result or a gradient. The gradient of
+    `b` is summed in a fixed order and stored like `b`. Deterministic, without host synchronisation.
 
     Shapes: a_packed [R, K], b [K, N], group_offsets [G + 1] int32 or int64; result [R, N].
 

@@ -39,7 +39,7 @@ ADAPTER_LAYOUTS = ("peft", "vllm_3d", "per_expert")
 
 ROOT = "base_model.model."  # prefix of PEFT's keys
 _WRAPPED = re.compile(r"(?P<prefix>(?:.*\.)?experts)(?P<inner>(\.base_layer)*)\.lora_[AB]\.weight")
-_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # in the order in which modules declare them
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")  # parameter names in the order in which modules declare them
 
 
 @dataclass(frozen=True)
@@ -187,7 +187,7 @@ def _by_prefix(pairs: list[_Pair]) -> dict[str, list[_Pair]]:
 
 
 def _parameters(experts: str, config: dict) -> list[str]:
-    """Return the adapted parameters of experts in the order of the module: up before down."""
+    """Return the names of the adapted parameters of experts in the module's order: up before down."""
     if unknown := sorted(targets_below(experts, config) - {*_PARAMETERS}):
         raise NotImplementedError(
             f"lora: adapters of {first_three(unknown)} are not read, only those of expert weights"

@@ -60,6 +60,6 @@ def rank_and_scale(config: dict, name: str) -> tuple[int, float]:
 
 
 def _of_pattern(config: dict, kind: str, name: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of `name`, as PEFT does, else `default`."""
+    """Return the value of the first pattern that matches the end of `name`, else `default`. PEFT uses the same rule."""
     patterns = config.get(kind) or {}
     return next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", name)), default)

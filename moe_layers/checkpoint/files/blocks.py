@@ -54,7 +54,7 @@ _SHARED_AT = (
 _NAMES = (*_SHARED_AT, *(name for names in OTHER_NAMES.values() for name in names))
 _BESIDE = tuple(name.removeprefix("../") for name in _NAMES if name.startswith("../"))
 _GATE, _UP, _DOWN, _BOTH = ("gate",), ("up",), ("down",), ("gate", "up")
-_SHARED_KEYS = (  # (whether the shared expert is gated, keys of its tensors)
+_SHARED_KEYS = (  # pairs (whether the shared expert is gated, a `Key` for each of its tensors)
     (True, (Key("gate_proj.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),
     # transformers 5.23 saves HY-V4's shared experts under these names.
     (True, (Key("linear_gate.weight", _GATE), Key("up_proj.weight", _UP), Key("down_proj.weight", _DOWN))),

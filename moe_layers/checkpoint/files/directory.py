@@ -22,7 +22,7 @@ from ...checks import first_three
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_HUGE_BYTES = 4 << 20  # two huge pages of 2 MiB; huge pages are not requested for smaller tensors
+_HUGE_BYTES = 4 << 20  # minimum size in bytes of a tensor that requests huge pages: two pages of 2 MiB
 
 DTYPES = {
     "F64": torch.float64,

@@ -151,7 +151,7 @@ class Layout:
 
 
 def _separate(gate: str, up: str, down: str, *, bias: bool = True) -> tuple[Key, ...]:
-    """Return keys with one tensor per projection: gate (if it has a name), up and down."""
+    """Return the keys of a layout with one tensor per projection. An empty name means that the projection is absent."""
     parts = {"gate": gate, "up": up, "down": down}
     weights = tuple(Key(f"{name}.weight", (part,)) for part, name in parts.items() if name)
     return weights + tuple(Key(f"{name}.bias", (part,), bias=True) for part, name in parts.items() if name and bias)
@@ -207,8 +207,8 @@ LAYOUTS = (
     Layout("named_fc", "J", _separate("", "experts.expert_{e}.fc1", "experts.expert_{e}.fc2"), gated=False),
 )
 
-# Layouts of published experts that share one tensor, by `model_type`. The default is "fused". The table is needed
-# because "fused", "transposed" and "interleaved" have equal tensor names and possibly equal shapes.
+# `model_type` -> layouts of its published experts, if one tensor holds all experts. The default is "fused". The table
+# is needed because "fused", "transposed" and "interleaved" have equal tensor names and possibly equal shapes.
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
     "llama4_text": ("transposed",),

@@ -12,7 +12,7 @@ from .layouts import LAYOUTS, Layout, Sizes
 # Words that may precede a layer's number in any model. Other words name a submodel that numbers its own layers.
 _COMMON = {"model", "language_model", "text_model", "llm", "transformer", "backbone", "module", "_orig_mod"}
 _COMMON |= {"layers", "layer", "blocks", "block", "h"}
-_FIRST = {"thinker", "encoder"}  # submodels whose layers may be selected by number alone
+_FIRST = {"thinker", "encoder"}  # submodels whose layers may be selected by number, without a prefix
 
 
 def is_main(block: Block) -> bool:
@@ -115,7 +115,7 @@ def choose_layout(
 
 
 def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]:
-    """Return the layouts whose tensor names the block has. If a layout is recorded, return only the recorded layout."""
+    """Return the layouts whose tensors all exist in the block. If a layout is recorded, return only that layout."""
     candidates = matching_layouts(block, gated=gated)
     if recorded is None or not candidates:
         return candidates
@@ -128,9 +128,9 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the one layout of `fitting` that is in `published`, or None if several are. If none is, return the one
-    fitting layout other than "interleaved". This fallback returns None if "interleaved" is in `published`, or if
-    d_model is d_ff or 2 * d_ff, because shapes are then ambiguous."""
+    """Return the only layout of `fitting` that is in `published`, or None if several are in `published`. If no fitting
+    layout is in `published`, return the only fitting layout that is not "interleaved". In this second case, return None
+    if "interleaved" is in `published`, or if d_model is d_ff or 2 * d_ff, because shapes are then ambiguous."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None
@@ -145,7 +145,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout that shares most names with the block. Later errors name the layout's missing tensors."""
+    """Return the layout that shares most tensor names with the block. Later errors name the missing tensors."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

@@ -37,7 +37,7 @@ class Stored:
         names: names of the tensors on disk: the weight itself, or its quantised values and their scales.
         shape: shape of the weight.
         dtype: dtype of the first tensor on disk.
-        block: rows and columns of a float8 weight that share a scale.
+        block: numbers of rows and columns of a float8 weight that share a scale.
         num_bytes: size of the tensors on disk, in bytes.
     """
 
@@ -64,9 +64,9 @@ Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tenso
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return the weights that a checkpoint's tensors represent, by name. Scales of an "mxfp4" weight may be missing.
+    """Return a dict: name of each weight of a checkpoint -> group. Scales of an "mxfp4" weight may be missing.
 
-    Packed float4 has the same names as float8 and is returned as "float8"; `describe` tells them apart by dtype.
+    Packed float4 has the same names as float8 and is returned as "float8"; `describe` distinguishes the two by dtype.
     """
     names = set(names)
     suffixes = {"_scale_inv": ""}
@@ -93,7 +93,7 @@ def describe(
     """Describe a weight from the headers of its files. Append errors to `problems`. Return None if a tensor is missing.
 
     Args:
-        block: rows and columns of a float8 weight that share a scale.
+        block: numbers of rows and columns of a float8 weight that share a scale.
     """
     encoding, names = group
     missing = [part for part in names if part not in files.file_of]
@@ -118,7 +118,7 @@ def describe(
 def describe_all(
     files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
 ) -> dict[str, Stored]:
-    """Return a `Stored` for each (full name, group) in `weights`, by key. Raise ValueError if a weight has errors."""
+    """Return a `Stored` for each key and its (full name, group). Raise ValueError if a weight has errors."""
     problems: list[str] = []
     described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
     if problems:
@@ -178,7 +178,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dequantize_float8(
     weight: Tensor,  # [..., N, K] float8
-    scale: Tensor,  # [..., ceil(N / block), ceil(K / block)] float32, float8_e8m0fnu, or uint8 as an e8m0 number
+    scale: Tensor,  # [..., ceil(N / block), ceil(K / block)] float32, float8_e8m0fnu, or uint8 that encodes e8m0
     block: tuple[int, int],
     name: str,
 ) -> Tensor:  # [..., N, K] float32

@@ -54,7 +54,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
         shape, dtype = tuple(state[name].shape), state[name].dtype
         if stored[name].shape != shape:
             problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
-        # Dtypes in `_DTYPES` convert to each other. Others must match, because the file has no scales for a conversion.
+        # Dtypes in `_DTYPES` convert to each other. Other dtypes must match exactly, because the file has no scales.
         allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
         if stored[name].dtype not in allowed:
             problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
@@ -245,7 +245,8 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
-    """Read an expert's matrix directly into a CPU parameter if the bytes match. Return whether the matrix was read."""
+    """Read an expert's matrix into a CPU parameter without a copy, if dtype and order are the same in the file. Return
+    whether the matrix was read."""
     assert fill.key is not None
     target = fill.key.parameter_parts(share, gated)
     same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order

@@ -112,7 +112,7 @@ class Planner:
                 or the configuration and the tensors disagree about the number of experts.
         """
         sizes = Sizes.of(config)
-        # Shapes of the weights that hold all experts. Problems are dropped here, because `_fill` reports them.
+        # Shapes of the weights that hold all experts. Their problems are ignored here, because `_fill` reports them.
         described = {name: self._describe(name, []) for name in self.block.weights if name in _STACKED}
         stacked = {name: held.shape for name, held in described.items() if held is not None}
         layout = choose_layout(

@@ -23,7 +23,7 @@ class BlockSurvey:
         experts: the experts' weights, zero experts included, by their names without the block's prefix.
         num_routed: number of experts that the router chooses from, without zero experts.
         config: the configuration of the model, with the index of the block's layer.
-        num_bytes: bytes on disk of all weights of the block.
+        num_bytes: number of bytes of all weights of the block on disk.
         wrong: the reasons why no layout fits; empty if one fits.
     """
 

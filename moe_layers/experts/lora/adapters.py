@@ -126,7 +126,7 @@ class ExpertLoRA(nn.Module):
 
 class ActiveAdapter(NamedTuple):
     factors: ExpertAdapters  # factors of this rank's experts
-    dropout: float  # 0 in evaluation
+    dropout: float  # current probability of dropout; 0 in evaluation
 
 
 def active_adapters(lora: Any, local_share: Callable[[str, Tensor], Tensor] | None) -> list[ActiveAdapter]:
@@ -198,7 +198,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     experts: Any = layer.experts  # Any instead of `GroupedExperts`, to avoid a circular import
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
-    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` needs the merged names
+    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged names
     if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
         raise ValueError(f"add_lora: name must be new, without dots, and no attribute of a ModuleDict, got {name!r}")
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]
@@ -206,7 +206,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
     weight = stored(experts.w_up)
     if is_dtensor(weight):
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # a slow import
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # imported here, as it takes long
 
         for key, factor in list(adapter.named_parameters()):
             # Each rank draws the factors of all experts, and keeps its part. Shared factors come from the first rank.

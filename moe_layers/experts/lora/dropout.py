@@ -58,7 +58,7 @@ def _adapted_product(
     rows: Tensor,  # [R, in]
     weight: Weight,  # [E, out, in]
     bias: Tensor | None,  # [E, out]
-    adapters: Sequence[tuple[tuple[Tensor, Tensor] | None, float]],  # (a and scale * b, dropout) of each adapter
+    adapters: Sequence[tuple[tuple[Tensor, Tensor] | None, float]],  # each adapter's (a, scale * b), dropout
     offsets: Tensor,  # [E]
     *,
     implementation: str | None,

@@ -70,10 +70,10 @@ class EnableReport:
 
     Attributes:
         blocks: number of MoE blocks.
-        kinds: number of blocks of each (class, activation, path). A path is "experts interface" or "replaced forward".
+        kinds: (class, activation, path) -> number of blocks. A path is "experts interface" or "replaced forward".
         adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
-        quantized: bytes of the experts' weights that stay quantised, by format.
-        adapted_by_wrapper: names of parameters or experts whose adapters PEFT's wrappers compute, with the reasons.
+        quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
+        adapted_by_wrapper: name of a parameter or experts -> reason why PEFT's wrappers compute the adapters.
     """
 
     blocks: int
@@ -178,7 +178,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
             # Set the private attribute, because the public setters also change configurations of parts without experts.
             config._experts_implementation_internal = NAME
         warn_of_missed_targets(state.models, state.experts, state.adapters)
-    except BaseException:  # also Ctrl-C
+    except BaseException:  # includes KeyboardInterrupt (Ctrl-C)
         _restore(model, state)
         raise
     return _report(found, places)
@@ -202,7 +202,7 @@ def _check_targets(holder: nn.Module, *_: object) -> None:
 
 @torch.no_grad()
 def _in_precision(part: Found, precision: str) -> Found:
-    """Return the experts with `precision` in their spec. Raise ValueError if the experts do not support it."""
+    """Return the experts with `precision` in their spec. Raise ValueError if the experts do not support `precision`."""
     if any(hasattr(parameter, "ds_id") for parameter in part.experts.parameters()):
         raise ValueError(
             f"enable: precision={precision!r} needs whole weights, got {part.name} of DeepSpeed's ZeRO-3; call enable "
@@ -264,7 +264,7 @@ def _check_whole(op: str, state: _State) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        if config._experts_implementation_internal == NAME:  # unless other code changed the implementation
+        if config._experts_implementation_internal == NAME:  # not changed by other code
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)

@@ -1,7 +1,7 @@
 """Fast activations for epilogues with 16-bit results. An activation takes a few instructions per value. Except in
 `_gelu`, errors are far below the error of rounding the result to 16 bits.
 
-A consumer has one step of the reduction to compute a piece of the activation. The functions of
+A consumer warpgroup must compute a piece of the activation within one step of the reduction. The functions of
 `activation/functions.py` are exact to the last places of float32, but take longer. The activations below use only the
 hardware's exp2 and reciprocal, with a relative error of at most 2**-22 each. NaN stays NaN.
 """
@@ -37,7 +37,7 @@ def _silu(x):
 
 @gluon.jit
 def _gelu_tanh(x):
-    # x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)); the constants below include the factor -log2(e).
+    # Compute x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)). The constants below include the factor -log2(e).
     return x * _inverse_of_one_plus_exp2(x * (-2.302208198 - 0.1029432396 * (x * x)))
 
 

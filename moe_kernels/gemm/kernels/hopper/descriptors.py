@@ -32,7 +32,7 @@ def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16,
 
 
 def descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """Make a `TensorDescriptor` without running its slow checks, because `supports` makes the same checks."""
+    """Make a `TensorDescriptor` without its slow constructor checks, because `supports` makes the same checks."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.__dict__.update(form, base=tensor)
     return made

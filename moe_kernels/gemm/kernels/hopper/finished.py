@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, functions take None."""
+    """A bias [G, N] whose rows are multiples of 16 bytes long. Functions take None if there is no bias."""
 
     pointer: gl.tensor
     stride: gl.tensor
@@ -66,7 +66,7 @@ class Bias:
 
 @gluon.constexpr_function
 def _columns_of_threads(columns):
-    """Return wgmma's layout of columns. A thread holds pairs of neighbouring columns, and one load reads a pair."""
+    """Return the columns' layout in a wgmma result. A thread holds pairs of adjacent columns. One load reads a pair."""
     registers = [[1], *([8 << i] for i in range((columns // 8).bit_length() - 1))]
     return gl.DistributedLinearLayout(registers, [[2], [4], [0], [0], [0]], [[0], [0]], [], [columns])
 
@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Without `pinned`, the compiler would unpack the 16-bit bias right after its load. Threads would wait there.
+        # Without `pinned`, the compiler would unpack the 16-bit bias at once. Threads would wait for the load.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 
@@ -98,7 +98,8 @@ def _activated_pairs(
     GATED: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Return the activation, packed like `pairs`. To save registers, compute 16 pairs at a time, or 8 with a bias."""
+    """Return the activation, two columns per 32-bit value. To save registers, compute 16 pairs at a time, or 8 with a
+    bias."""
     PAIRS: gl.constexpr = pairs.shape[1]
     AT_ONCE: gl.constexpr = 16 if bias is None else 8
     if PAIRS > AT_ONCE:
@@ -162,7 +163,7 @@ def write_part(
     left,
     right,
     at,  # Finished: position of the tile
-    bias,  # added before the activation
+    bias,  # Bias or None; added before the activation
     out_desc,
     activated_desc,
     buffer,
@@ -205,7 +206,7 @@ def write_last(
     left,
     right,
     at,  # Finished: position of the tile
-    bias,  # added before the activation
+    bias,  # Bias or None; added before the activation
     out_desc,
     activated_desc,
     buffer,

@@ -18,7 +18,7 @@ if OBSTACLE is None:
     from .gated_gradient_device import activation_gradient_kernel
 
 _ACTIVATIONS = ("swiglu", "geglu_tanh", "clamped_swiglu", "gpt_oss")  # keys of `BACKWARD` in `hopper/activations.py`
-_PIECES = 4  # pieces of a finished tile's gradient, each computed during one reduction step of the next tile
+_PIECES = 4  # number of pieces of a finished tile's gradient; one reduction step of the next tile computes one piece
 _SPACING = 3  # number of reduction steps from one piece to the next
 _LEAST_STEPS = _PIECES * _SPACING
 
@@ -79,7 +79,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave no shared memory for five buffers. With fewer buffers, wider tiles are not faster.
+    # Wider tiles leave too little shared memory for five buffers. With fewer buffers, wider tiles are not faster.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)

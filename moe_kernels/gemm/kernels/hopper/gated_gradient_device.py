@@ -1,9 +1,9 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
 The product dA' = A @ B[g] is the gradient of the activation before multiplication by the row weights. A finished tile's
-dA' stays in registers, rounded to the dtype of the results like the values that a separate kernel would read. Among the
-next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient. The steps in
-between keep the tensor cores busy during this computation.
+dA' stays in registers, rounded to the dtype of the results. A separate kernel would read the same rounded values. Among
+the next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient. The steps in
+between keep the tensor cores busy during the computation of a piece.
 
 Each consumer has two buffers for pieces of H, the preactivation. The consumer overwrites a piece of H with the same
 piece of its gradient dH, and stores dH from the buffer. The step before the computation of piece p starts to load piece
@@ -28,7 +28,7 @@ class Staged:
     gate: gl.shared_memory_descriptor  # gate columns of H, later of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], like `up`
     up: gl.shared_memory_descriptor
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
-    arrived: gl.shared_memory_descriptor  # barriers: a piece of H has arrived
+    arrived: gl.shared_memory_descriptor  # [2, 1] barriers that signal the arrival of a piece of H
 
     @gluon.constexpr_function
     def __init__(self, gate, up, weighted, arrived):
@@ -74,7 +74,7 @@ def _differentiate(
     PIECES: gl.constexpr,
 ):
     """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus
-    dA' * activation, summed over the columns of the piece.
+    the sum of dA' * activation over the piece's columns.
 
     For rows past the end of the group, H is zero and dA' is arbitrary. The results of these rows are not written.
     """
@@ -86,8 +86,8 @@ def _differentiate(
     gate_buffer = staged.gate.index(PIECE % 2)
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
-    # The phase is PIECE // 2, because each buffer serves two pieces of a tile. Without this wait, the
-    # compiler would also move the code below between the multiplications, which would delay the multiplications.
+    # The barrier's phase is PIECE // 2, because each buffer serves two pieces of a tile. Without the wait, the compiler
+    # would also move the code below the wait between the multiplications, and thus delay the multiplications.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
@@ -189,13 +189,13 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_column_tiles", "num_steps"])
 def activation_gradient_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
+    a_ptr,  # [T, K]; this argument and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, F, K] or [G, K, F]
     h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of one half
-    dh_desc,  # like h_desc
+    dh_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of one half
     weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N / PIECES]
     weights_ptr,  # [R]
     sums_ptr,  # [R, column tiles]
@@ -204,11 +204,11 @@ def activation_gradient_kernel(
     num_tiles_ptr,  # [2]
     num_rows,  # R
     num_column_tiles,
-    num_steps,  # steps of the reduction, at least PIECES * SPACING
+    num_steps,  # number of steps of the reduction, at least PIECES * SPACING
     B_COLUMN: gl.constexpr,
     BACKWARD: gl.constexpr,
-    PIECES: gl.constexpr,  # pieces of a finished tile: 4, two for each buffer
-    SPACING: gl.constexpr,  # steps from one piece to the next, at least 2
+    PIECES: gl.constexpr,  # number of pieces of a finished tile: 4, two for each buffer
+    SPACING: gl.constexpr,  # number of steps from one piece to the next, at least 2
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,

@@ -31,8 +31,8 @@ if OBSTACLE is None:
     from .grouped_device import grouped_gemm_kernel
 
 
-_MOST_WALKED = 32  # maximum number of groups for which a warp finds tiles without a tile table: one group per lane
-_PRODUCT_PARTS = 2  # parts in which a finished tile's product is written, before the parts of its activation
+_MOST_WALKED = 32  # maximum number of groups without a tile table, because each of 32 lanes reads one group
+_PRODUCT_PARTS = 2  # number of parts in which a finished tile's product is written, one part per reduction step
 
 
 def _pieces(epilogue: str | None) -> int:
@@ -50,7 +50,7 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return the best height of a band, `least` to 2 * `least` row tiles, for a last column tile of half width.
+    """Return the best height of a band, from `least` to 2 * `least` row tiles, if the last column tile has half width.
 
     A band is a set of adjacent row tiles, computed column by column. A band's last column tiles follow one another.
     Every num_programs-th tile goes to the same program. With most heights, some programs get many last column tiles and
@@ -134,7 +134,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 args.out.shape[0],
                 num_columns,
                 num_column_tiles,
-                # A tile's first steps each write one part of the previous tile, so a tile needs a step for every part.
+                # Each of a tile's first steps writes one part of the previous tile. A tile needs a step for each part.
                 max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             {

@@ -9,7 +9,7 @@ from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
 from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
-LONG_REDUCTION = gl.constexpr(16)  # with fewer steps, a warpgroup skips tiles that have no rows for the warpgroup
+LONG_REDUCTION = gl.constexpr(16)  # number of steps below which a warpgroup skips tiles without rows for the warpgroup
 
 
 @gluon.jit
@@ -153,34 +153,35 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
+    a_ptr,  # [T, K]; this and the next three arguments are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, N, K] or [G, K, N]; [G, 2, F, K] if GATED
-    extra_a_desc,  # [R, r]; extra_a @ extra_b[g] is added to A @ B[g]; None without EXTRA_STEPS, as are the next four
+    # If EXTRA_STEPS > 0, extra_a @ extra_b[g] is added to A @ B[g]. Otherwise the next five arguments are None.
+    extra_a_desc,  # [R, r]; None if the rows of A are gathered
     extra_a_ptr,  # [R, r]; replaces extra_a_desc if the rows of A are gathered
     extra_a_stride,
     extra_depth,  # r
-    extra_b_desc,  # like b_desc, with r instead of K
+    extra_b_desc,  # shape of b_desc, with r instead of K
     bias_ptr,  # [G, N], or None; added before the activation, if any
     bias_stride,
     out_desc,  # ragged [R, N], block [BLOCK_M / 2, BLOCK_N / 2]; ragged [R, 2, F] if GATED
     activated_desc,  # ragged [R, F] with an activation, else None
     bounds_ptr,  # bounds [G + 2] of the tile table; without a table, offsets [G]
-    tiles_ptr,  # [capacity, 2]; None without a table, like num_tiles_ptr
-    num_tiles_ptr,  # [2]
+    tiles_ptr,  # entries [capacity, 2] of the tile table; None without a table
+    num_tiles_ptr,  # [2]; None without a table
     num_rows,  # R
     num_columns,  # N
     num_column_tiles,
-    num_steps,  # steps of the reduction, at least the number of parts of a finished tile
+    num_steps,  # number of reduction steps per tile, at least the number of parts of a finished tile
     NUM_GROUPS: gl.constexpr,  # G; None if a table is given
     ZERO_TAIL: gl.constexpr,  # whether to write zeros to the rows past the last group
-    EXTRA_STEPS: gl.constexpr,  # number of last steps, which read extra_a and extra_b
+    EXTRA_STEPS: gl.constexpr,  # number of steps at a reduction's end that read extra_a and extra_b
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
-    PIECES: gl.constexpr,  # pieces of the activation, each computed during one step
+    PIECES: gl.constexpr,  # number of pieces of the activation; one step computes one piece
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -207,7 +208,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # the descriptor whose blocks have no gate/up axis
+    staged = out_desc if activated_desc is None else activated_desc  # its blocks never have a gate/up axis
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

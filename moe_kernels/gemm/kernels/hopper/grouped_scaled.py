@@ -21,7 +21,7 @@ if OBSTACLE is None:
 
 
 class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
-    """Computes `BlockScaledGemmArguments` with contiguous or gathered rows of A."""
+    """Computes the product described by `BlockScaledGemmArguments`, with contiguous or gathered rows of A."""
 
     obstacle = OBSTACLE
 

@@ -30,8 +30,8 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # values of K per step, and columns multiplied at a time; B has one scale per such block
-_ROWS = gl.constexpr(64)  # rows of a tile that one consumer computes
+_STEP = gl.constexpr(128)  # number of values of K per step and of columns per product; B has one scale per such block
+_ROWS = gl.constexpr(64)  # number of rows of a tile that one consumer computes
 
 
 @aggregate
@@ -39,7 +39,7 @@ class Scales:
     """Scales of both operands."""
 
     a: gl.tensor  # pointer to [K / 128, rows of A]
-    a_stride: gl.tensor  # elements from the scales of one step to the scales of the next step
+    a_stride: gl.tensor  # number of elements between the scales of successive steps
     b: gl.tensor  # pointer to [G, N / 128, K / 128]
     num_steps: gl.tensor  # K / 128, rounded up
     num_column_blocks: gl.tensor  # N / 128, rounded up
@@ -69,7 +69,7 @@ def _produce(
     tiles,
     ring,
     a_desc,  # None if the rows of A are gathered
-    a_ptr,  # this and the next three are None unless the rows of A are gathered
+    a_ptr,  # this parameter and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,
     depth,
@@ -82,7 +82,8 @@ def _produce(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     if a_desc is None:
-        # Rounding depth and stride down changes no value, but lets the compiler copy 16 bytes at a time.
+        # Depth and stride are already multiples of 16. Only the rounding tells this to the compiler, which then copies
+        # 16 bytes at a time.
         depth = depth // 16 * 16
         a_stride = a_stride.to(gl.int64) // 16 * 16
         token = _rows_of_a(row_to_token_ptr, row, end, r)
@@ -225,7 +226,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["scale_a_stride", "num_rows", "num_column_blocks", "num_column_tiles", "num_steps"])
 def block_scaled_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, 128]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three are None unless the rows of A are gathered
+    a_ptr,  # [T, K]; this parameter and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

@@ -73,7 +73,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # Rounding depth and stride down changes no value, but lets the compiler copy 16 bytes at a time.
+    # depth and a_stride are multiples of 8. This rounding tells the compiler, which then copies 16 bytes at a time.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -97,7 +97,7 @@ def _produce_gathered(
             load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
             k = extra * BLOCK_K + c
             extra_stride = extra_a_stride // 8 * 8
-            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # extra_a [R, r] is not gathered
+            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # extra_a [R, r] is in row order already
             within = gl.minimum(r, max(end - 1 - row, 0)) * extra_stride
             extra_pointers = first + (within[:, None] + k[None, :])
             gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))

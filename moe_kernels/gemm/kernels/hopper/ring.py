@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....runtime.gluon import aggregate, copy_load, tma_load, tma_store
 
-ROW_BOUND = gl.constexpr(0x40000000)  # 2**30, bound of the row coordinate in a ragged descriptor
+ROW_BOUND = gl.constexpr(0x40000000)  # 2**30, the bound of the row coordinate in a ragged descriptor
 PRODUCER_THREADS = gl.constexpr(128)
 
 
@@ -27,8 +27,8 @@ class Ring:
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # barriers: both operands of the slot have arrived
-    empty: gl.shared_memory_descriptor  # barriers: both consumers have finished with the slot
+    full: gl.shared_memory_descriptor  # a barrier per slot: both operands have arrived
+    empty: gl.shared_memory_descriptor  # a barrier per slot: both consumers have read the operands
     slots: gl.constexpr
 
     @gluon.constexpr_function

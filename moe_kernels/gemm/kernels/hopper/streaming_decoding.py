@@ -22,7 +22,7 @@ from .descriptors import descriptor, form
 if OBSTACLE is None:
     from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
 
-_REGISTERS = 128  # limit per thread for tiles of 8 rows: an SM runs 16 warps, and no registers spill
+_REGISTERS = 128  # maximum number of registers per thread for tiles of 8 rows; an SM runs 16 warps, without spills
 _READING = 100  # cost of reading and decoding one value of a weight; multiplying the value by one row costs 2
 
 

@@ -26,7 +26,7 @@ def values_per_64_bytes(FORM):
 
 @gluon.constexpr_function
 def _row_bases(block_out, num_warps):
-    """Return linear-layout bases (lanes, warps, registers) of mma's rows. The warps in turn get 16 rows each."""
+    """Return linear-layout bases (lanes, warps, registers) of a weight's rows. Each warp in turn gets 16 rows."""
     powers = [1 << i for i in range(block_out.bit_length() - 1)]
     return powers[:3], powers[4 : 4 + num_warps.bit_length() - 1], [8, *powers[4 + num_warps.bit_length() - 1 :]]
 
@@ -210,15 +210,15 @@ def _load_stored(w_desc, ring, full, group, first, step, pred, STAGES: gl.conste
 
 @gluon.jit(do_not_specialize=["x_stride", "bias_stride", "out_stride"])
 def streaming_kernel(
-    x_ptr,
-    x_stride,  # a multiple of 8. x is [R, IN], or [T, IN] with row_to_token
+    x_ptr,  # [R, IN], or [T, IN] with row_to_token
+    x_stride,  # a multiple of 8
     row_to_token_ptr,  # [R], or None
     w_desc,  # [G, OUT, bytes of a row]
     scales_ptr,
     bias_ptr,  # [G, OUT], or None
     bias_stride,
-    out_ptr,
-    out_stride,  # out is [R, OUT]
+    out_ptr,  # [R, OUT]
+    out_stride,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [2]
@@ -227,10 +227,10 @@ def streaming_kernel(
     IN: gl.constexpr,
     FORM: gl.constexpr,  # format of the weight: "fp8" or "mxfp4"
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
-    TILE_ROWS: gl.constexpr,  # rows per tile of the table
+    TILE_ROWS: gl.constexpr,  # number of rows per tile of the table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
-    CHUNKS: gl.constexpr,  # chunks of 64 bytes that a step reads from each row of the weight
+    CHUNKS: gl.constexpr,  # number of 64-byte chunks that a step reads from each row of the weight
     STAGES: gl.constexpr,
 ):
     """One program writes BLOCK_OUT columns of x @ w[g].T + bias[g] for one tile of the table, ROWS rows at a time.

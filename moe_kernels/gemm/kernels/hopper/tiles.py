@@ -26,10 +26,10 @@ class Tiles:
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
-    num_steps: gl.tensor  # steps of the reduction
+    num_steps: gl.tensor  # number of reduction steps per tile
     block_m: gl.constexpr
-    group_tiles: gl.constexpr  # row tiles computed per column tile before the next column tile, so that B stays in L2
-    num_groups: gl.constexpr  # None if there is a table
+    group_tiles: gl.constexpr  # number of successive row tiles with the same column tile; keeps B in L2
+    num_groups: gl.constexpr  # number of groups; None if there is a table
 
     @gluon.constexpr_function
     def __init__(

@@ -27,7 +27,7 @@ from .tiles import LONG_WORK
 
 @aggregate
 class Tiles:
-    """The tiles of all gradients. Tiles of a group are adjacent. Groups are sorted by descending number of rows."""
+    """The tiles of all groups' gradients, group by group. Groups are sorted by descending number of rows."""
 
     bounds_ptr: gl.tensor  # [G + 2]
     order_ptr: gl.tensor  # [G]
@@ -58,7 +58,7 @@ def turns(tiles):
 
 @gluon.jit
 def tile_at(tiles, turn):
-    """Return (group, tile along K, tile along N, rows in the group, end row) of this program's tile number `turn`.
+    """Return (group, tile along K, tile along N, rows in group, end row of group) of this program's `turn`-th tile.
 
     Past the last tile, return the values of the last tile.
     """
@@ -120,7 +120,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # The rounding changes no value, but lets the compiler copy 16 bytes at a time.
+    # Both numbers are multiples of 8. Once the rounding shows this, the compiler can copy 16 bytes at a time.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -186,8 +186,8 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Start to multiply this warpgroup's rows of a.T by as many columns of dout as `total` has, for one step. If
-    `use_total`, add `total`."""
+    """Start one step's product of this warpgroup's rows of a.T with the first columns of dout, as many as `total` has.
+    If `use_total`, add the product to `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).reshape([BLOCK_R, 2 * total.shape[0]])
     a = a.slice(WARPGROUP * total.shape[0], total.shape[0], 1).permute((1, 0))
@@ -218,14 +218,14 @@ def _reduce_tile(
     num_steps,
     left,
     right,
-    at,  # Finished: position of the previous tile, which `left` and `right` hold
+    at,  # `Finished`: position of the previous tile, whose values `left` and `right` hold
     out_desc,
     buffer,
     WARPGROUP: gl.constexpr,
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Return the sum over a tile's steps, and the next step's number. The first steps also write the previous tile."""
+    """Return (sum over a tile's steps, next step's number). The first two steps also write the previous tile."""
     for part in gl.static_range(2):
         total = _multiply(ring, step, total, part > 0, WARPGROUP, BLOCK_R, BLOCK_N)
         write(left if part == 0 else right, out_desc, [at.group, at.row, at.column + part * left.shape[1]], buffer)
@@ -260,7 +260,7 @@ def _consume(
     # No tile is finished yet. `at` is past the last group, where the hardware clips, so the first writes do nothing.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
     num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
-    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # average over groups
+    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # average number of steps
     halves_tiles = tiles.num_tiles // gl.num_programs(0) * steps_of_tile < LONG_WORK
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)

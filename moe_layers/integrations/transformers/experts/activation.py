@@ -16,12 +16,12 @@ from moe_kernels.specs import ACTIVATION_KINDS
 
 from ....checks import first_three
 
-# Attributes that hold the constants of an experts module's activation.
+# constant of an activation -> attributes of an experts module that may hold the constant
 _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # more than one, because one gate and one up column have the same order in both layouts
+_NUM_COLUMNS = 3  # number of gate columns; with one, the layouts would have the same order: gate, up
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:

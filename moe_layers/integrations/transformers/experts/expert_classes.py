@@ -1,4 +1,4 @@
-"""Replacement forwards for experts of transformers without an experts interface, by class name.
+"""Replacement forwards, by class name, for experts of transformers whose class has no experts interface.
 
 The modules keep their positions and parameters, and call one another as before. Hooks, LoRA and sharding of the modules
 still apply. Modules of transformers are annotated as `Any`, because each class has different attributes.
@@ -181,7 +181,7 @@ SWAPS = {
 
 
 def swap_of(module: nn.Module) -> Swap | None:
-    """Return the replacement of an experts module of transformers without an experts interface, else None."""
+    """Return the replacement forwards if `module` has one of the transformers classes in `SWAPS`, else None."""
     own_class = type_before_parametrizations(module)
     return SWAPS.get(own_class.__name__) if own_class.__module__.startswith("transformers.") else None
 

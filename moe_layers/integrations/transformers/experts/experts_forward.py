@@ -31,13 +31,13 @@ from .parametrized import check_stored, stored_weight
 from .rebuilding import rebuilt_in_backward
 
 NAME = "moe_layers"  # name of `experts_forward` in the experts interface
-ATTRIBUTE = "_moe_layers_experts"  # attribute of experts: ExpertsSpec, set by `enable` or the first call
-FORMS = "_moe_layers_forms"  # attribute of experts with a precision: the KeptForms that caches e4m3 weights
-SHARING = "_moe_layers_sharing"  # attribute of experts that ranks share: the Sharing that computes the experts
-DISPATCHED = "_moe_layers_dispatched"  # attribute of experts that transformers shards: name of the experts in errors
-TOLD = "_moe_layers_told"  # attribute of experts about which `_tell_once` must not warn
+ATTRIBUTE = "_moe_layers_experts"  # experts' attribute that holds the ExpertsSpec, set by `enable` or the first call
+FORMS = "_moe_layers_forms"  # experts' attribute that holds the KeptForms (cached e4m3 weights), if a precision is set
+SHARING = "_moe_layers_sharing"  # experts' attribute that holds the Sharing, if several ranks share the experts
+DISPATCHED = "_moe_layers_dispatched"  # attribute that holds the experts' name for errors, if transformers shards them
+TOLD = "_moe_layers_told"  # experts' attribute that exists if `_tell_once` must not warn about the experts
 
-# `_calls.changes`: experts -> parameter name -> LowRank. PEFT's wrappers set `changes` while calling the experts.
+# `_calls.changes` is a dict: experts module -> {parameter name: LowRank}. PEFT's wrappers set the dict in a call.
 _calls = threading.local()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,7 +58,7 @@ class ExpertsSpec:
         transposed: whether the stored matrices are [in, out] instead of [out, in].
         implementation: "triton", "reference", or None to choose by device.
         normed: whether `post_expert_norm` normalises each expert's output before the output is weighted.
-        precision: "fp8", "fp8_saved" or None (default), see `fused_experts`.
+        precision: "fp8" or "fp8_saved" for e4m3 GEMMs, see `fused_experts`; None (default) for the tokens' dtype.
     """
 
     copies: ClassVar[bool] = False  # True if `w_up` is a copy of the parameters instead of a view
@@ -88,7 +88,7 @@ class ExpertsSpec:
 
     def held(self, experts: Any) -> Iterable[Weight]:
         """Return the weights to check at the first call. Parametrised weights are left out, because PEFT would
-        cache their values once read."""
+        cache their values after a read."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -237,10 +237,10 @@ def experts_forward(
 def compute_module(
     self: Any,  # an experts module with a spec
     tokens: Tensor,  # [T, D]
-    choice: Tensor | ExpertRows,  # [T, K] int32, or the rows of a dispatcher
+    choice: Tensor | ExpertRows,  # [T, K] int32, or the rows that a dispatcher passes
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # original parameters, if local parts have replaced them
+    parameters: tuple[Weight, Weight] | None = None,  # identify the cached e4m3 weights; None: the parameters of `self`
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)

@@ -88,7 +88,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 blocks, scales = (_taken(path, experts, f"{name}_{part}") for part in ("blocks", "scales"))
                 experts.register_parameter(name, nn.Parameter(blocks, requires_grad=False))
                 stored = StoredMxfp4(scales, getattr(experts, f"{name}_bias").dtype)
-                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # `stored` changes the shape
+                parametrize.register_parametrization(experts, name, stored, unsafe=True)  # unsafe: the shape changes
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
         state = model.state_dict()

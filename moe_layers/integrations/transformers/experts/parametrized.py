@@ -56,7 +56,7 @@ class StoredMxfp4(nn.Module):
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
         num_experts, size_out, num_blocks, _ = blocks.shape
         out = torch.empty(num_experts, 32 * num_blocks, size_out, dtype=self.dtype, device=blocks.device)
-        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # one by one saves memory
+        for matrix, *stored in zip(out, blocks.split(1), self.scales.split(1), strict=True):  # the loop saves memory
             matrix.copy_(dequantize(_of_blocks(*stored), self.dtype)[0].T)
         return out
 
@@ -80,8 +80,8 @@ def stored_weight(
     """Return the quantised weight of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: parameters of which all or none are read in stored form. If other code changes one of these parameters,
-            such as a PEFT wrapper that adds adapters, all are read as tensors.
+        names: parameters of which all or none are read in stored form. If other code, such as a PEFT wrapper that adds
+            adapters, changes one of these parameters, all are read as tensors.
         transposed: whether the parameter is [E, in, out] instead of [E, out, in].
     """
     if "parametrizations" not in experts._modules or name not in names:
@@ -146,7 +146,7 @@ def _names(experts: nn.Module) -> Iterator[str]:
 
 
 def _read(experts: Any, name: str) -> _Stored | None:
-    """Return a parameter's stored form if one known parametrization alone decodes the parameter, else None."""
+    """Return a parameter's stored form if it has exactly one parametrization, of a known kind. Else return None."""
     chain = getattr(experts, "parametrizations", {})
     if name not in chain or len(chain[name]) != 1:
         return None

@@ -36,7 +36,7 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # first version of PEFT that may swap the parameter's axes and sets `_SWAPPED`
+_SWAPS_SINCE = "0.19"  # first version of PEFT that may swap a parameter's axes; a swap sets the attribute below
 _SWAPPED = "_did_swap_in_out_features"
 
 
@@ -277,7 +277,7 @@ def _change(wrapper: Any, adapter: str) -> LowRank:
 
 
 def _sum(changes: list[LowRank]) -> LowRank:
-    """Return one change that equals the sum of the changes. Its factors are concatenated along r."""
+    """Return the sum of low-rank changes as one change, whose factors are those of the changes joined along r."""
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))

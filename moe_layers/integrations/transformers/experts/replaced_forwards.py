@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-_FORWARD = "_moe_layers_forward"  # attribute of a module: the function that computes its forward
+_FORWARD = "_moe_layers_forward"  # module attribute that holds the function that computes the forward
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
-    """Let `forward(module, ...)` compute a module, unless another library replaced the module's forward.
+    """Make calls of a module run `forward(module, ...)`, unless another library replaced the module's forward.
 
     A wrapper around an earlier replacement remains, and calls the new replacement.
     """

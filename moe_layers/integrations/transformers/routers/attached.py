@@ -14,10 +14,10 @@ from ..experts.expert_classes import swap_of
 from .hooks import HookedRouter
 from .model_forward import hook_models, unhook_models
 
-_ROUTER = "_moe_layers_router"  # attribute of a hooked router: its HookedRouter
-_NAMES = ("gate", "router")  # names of a router in its block
+_ROUTER = "_moe_layers_router"  # attribute of a router module that holds the module's `HookedRouter`
+_NAMES = ("gate", "router")  # possible names of a router in its block
 _KINDS = re.compile(r"(Router|Gate|Gating|ModulesToSaveWrapper)$")
-# Unsupported router -> reason. Most of these routers do not return the choice and weights that the experts get.
+# Class of unsupported router -> reason. Most of these routers do not return the choice and weights that experts get.
 _BLOCK_CHOOSES = "its block chooses the experts"
 _REFUSED = {
     "JetMoeTopKGating": "it returns slots in the order of the experts",

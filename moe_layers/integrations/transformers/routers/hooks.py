@@ -46,13 +46,13 @@ class HookedRouter:
         self.num_zero_experts = self.num_experts - getattr(experts, "num_routed_experts", self.num_experts)
         self.observer: RoutingObserver | None = None
         self.balance_losses = BalanceLosses()
-        self.num_tokens: int | Tensor | None = None  # divisor of the losses
+        self.num_tokens: int | Tensor | None = None  # divisor of the losses; None: the tokens of this forward
         self.counts = False  # whether forwards in training mode are counted
         self.aux_loss: Tensor | None = None
         self.aux_loss_scale: Tensor | None = None
         self.accumulated_counts: Tensor | None = None
         self.expert_counts = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
-        self.recomputed: ModelForward | None = None  # the forward that backward is recomputing
+        self.recomputed: ModelForward | None = None  # forward that backward is recomputing, if any
         self._adds: list[Callable[[Tensor], None]] = []
         self._choose: Callable[[int, int], ReplayedChoice] | None = None
         self._inner = vars(router).get("forward")

@@ -18,8 +18,8 @@ from moe_kernels.runtime.pytorch import disable_dynamo
 
 from ....routing.model_routers import ReplayedChoice
 
-_HOOKS = "_moe_layers_forward_hooks"  # attribute of a hooked model
-_KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # arguments that a recomputation reads
+_HOOKS = "_moe_layers_forward_hooks"  # name of the attribute in which a hooked model keeps its hooks
+_KEPT = ("cu_seq_lens_q", "position_ids", "output_router_logits")  # names of arguments that a recomputation reads
 _active = threading.local()  # `forward`: the ModelForward that runs in this thread
 
 
@@ -103,7 +103,7 @@ def check_single_loss(model: Any, arguments: dict[str, Any]) -> None:
 
 
 def current_forward() -> ModelForward | None:
-    """Return the forward of the outermost hooked model that runs in this thread."""
+    """Return the forward of the outermost hooked model that runs in this thread, or None if no such model runs."""
     return getattr(_active, "forward", None)
 
 

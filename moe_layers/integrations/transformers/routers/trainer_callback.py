@@ -77,10 +77,10 @@ class RoutingCallback(TrainerCallback):
         self.trainer, self.model, self.per_layer, self.bias_rate = trainer, model, per_layer, bias_rate
         self._every, self._group, self._plot = every, group, plot
         self._observers: dict[str, RoutingObserver] = {}
-        self._shares: dict[str, Tensor] = {}  # layer -> scale of the layer's losses in each accumulated call
+        self._shares: dict[str, Tensor] = {}  # layer name -> scale of the layer's losses in each accumulated call
         self.steps: list[int] = []
-        self.loads: list[dict[str, Tensor]] = []  # a dict for each log: layer -> tokens per expert [E]
-        # Wrap `log`, as callbacks have no event before a log is written. A second log would replace the Trainer's.
+        self.loads: list[dict[str, Tensor]] = []  # for each log, a dict: layer name -> tokens per expert [E]
+        # Wrap `log`, because no event precedes the writing of a log. A separate log would replace the Trainer's log.
         trainer.log = partial(self._log, trainer.log)
 
     @property

@@ -1,4 +1,4 @@
-"""Presents one rank's share of a transformers experts module to the dispatchers."""
+"""Adapts one rank's share of a transformers experts module to the interface that dispatchers use."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Sharing:
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
         # Let a recomputation repeat the choice, because another choice would send and save other numbers of rows.
-        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # no dispatcher reads logits
+        slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # `logits` is an unread placeholder
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # The output must not be a view: models may change it in place, and a view would lose FSDP2's hooks.
         return out.clone() if out._is_view() else out
@@ -63,14 +63,14 @@ class Sharing:
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return this rank's slices of PEFT's factors. Multiply the gradients of the slices by `replicated_scale`."""
+        """Return this rank's slices of PEFT's factors. Backward multiplies their gradients by `replicated_scale`."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
 
 
 class ExpertsOfModule:
-    """Presents a rank's experts to a dispatcher for one call. The class implements `ExpertsOfRank`."""
+    """A rank's experts during one call of a dispatcher. The class implements the protocol `ExpertsOfRank`."""
 
     recompute: str | None = None
     batch_invariant = False
@@ -102,8 +102,8 @@ class ExpertsOfModule:
 
 @contextmanager
 def local_parts(experts: nn.Module, spec: ExpertsSpec, replicated_scale: float) -> Iterator[None]:
-    """Replace sharded tensors by this rank's parts inside the context. Also multiply the gradients of the parameters of
-    `post_expert_norm` by `replicated_scale`."""
+    """Replace sharded tensors by this rank's parts inside the context. Backward multiplies the gradients of
+    `post_expert_norm`'s parameters by `replicated_scale`."""
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     try:
         for path, module in experts.named_modules():

@@ -102,19 +102,21 @@ def shard_experts(
         mesh: a mesh of one dimension, such as `mesh["ep"]`. Its size must divide the number of experts.
         dispatcher: see `ExpertParallel`. Here, however, "allgather" accepts any number of tokens on each rank, unless
             `max_rows_factor` is given.
-        average_gradients: see `ExpertParallel`.
-        max_rows_factor: see `ExpertParallel`.
-        chunks: see `ExpertParallel`.
-        reserved_sms: see `ExpertParallel`.
+        average_gradients: True (default) if the caller averages gradients over the ranks, False if the caller sums.
+        max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
+            Default: no limit. `ExpertParallel` states further rules.
+        chunks: number of parts of the tokens; one is sent while another is computed. Default: 1, or 2 for "overlapped"
+            from 4 ranks on.
+        reserved_sms: number of SMs that the experts' GEMMs leave to communication. Default: 0, or 2 for "overlapped".
         seconds: how long to wait for ranks that have not called yet. Default 15. If loading takes some ranks longer,
             call `torch.distributed.barrier()` before this function, or give more seconds.
 
     Raises:
         ValueError: the model is not enabled or is sharded already, its parameters are DTensors or partitioned by
             DeepSpeed's ZeRO-3, an argument is wrong, experts cannot be divided, PEFT itself computes an adapter, the
-            ranks disagree, or a rank does not call. All ranks raise within `seconds`, before anything changes. A rank
-            with a wrong mesh raises at once. The other ranks then raise as if that rank had not called.
-        NotImplementedError: "overlapped" with experts that it does not support.
+            ranks disagree, or a rank does not call this function. All ranks raise within `seconds`, before anything
+            changes. A rank with a wrong mesh raises at once. The other ranks then raise as if that rank had not called.
+        NotImplementedError: the "overlapped" dispatcher does not support the model's experts.
     """
     group = group_of(_OP, mesh)
     with together(_OP, group, seconds):
@@ -264,7 +266,7 @@ def _replace(experts: nn.Module, name: str, tensor: Tensor, mesh: DeviceMesh, sh
     """Replace a parameter or buffer of the experts by this rank's part."""
     owner, _, leaf = name.rpartition(".")
     holder = experts.get_submodule(owner)
-    rows = tensor.shape[0] // (len(share) * mesh.size())  # rows per expert
+    rows = tensor.shape[0] // (len(share) * mesh.size())  # number of rows per expert
     sharded = kept_share(tensor.detach(), mesh, range(share.start * rows, share.stop * rows))
     if not isinstance(tensor, nn.Parameter):
         holder._buffers[leaf] = sharded

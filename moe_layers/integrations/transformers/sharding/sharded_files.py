@@ -37,7 +37,7 @@ from .shard_model import group_of, shard_experts
 
 _READ, _SAVE = "reading_shares", "save_sharded"
 _LOAD = "_load_pretrained_model"  # PreTrainedModel's method that reads weights into a model on the meta device
-_LONG_SECONDS = 1800.0  # longest wait for a rank that downloads, reads or writes a file
+_LONG_SECONDS = 1800.0  # maximum wait for a rank that downloads, reads or writes a file
 _FILE = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
