@@ -126,12 +126,12 @@ class _Linear(torch.autograd.Function):
 
 class _WeightedLinear(torch.autograd.Function):
     """Computes rows @ weight^T, and sums each token's products times their routing weights w. Backward rounds a token's
-    upstream gradient to e4m3 before the multiplication by w. dA' is the gradient of the rows without the factor w:
+    upstream gradient to e4m3 before the multiplication by w. Backward reads `kept` instead of `rows`: the rows
+    themselves, or a less precise copy of the rows. dA' is the gradient of the rows without the factor w:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    Backward reads `kept`: `rows`, or a less precise copy of `rows`. Autograd passes the gradient of the rows to `kept`,
-    and none to `rows`.
+    Autograd passes the gradient of the rows to `kept`, and none to `rows`.
     """
 
     @staticmethod

@@ -79,8 +79,8 @@ class QuantizedWeight(NamedTuple):
     | nf4 | out * in * E / 2 bytes of any shape | one per block, any shape: float32, or uint8 if nested |
     | int8 | [E, out, in] int8 | the largest absolute value of each row, E * out float32 |
 
-    Shapes: codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales] float32, nested_offset []
-    float32.
+    Other fields: shape [E, out, in], codes [16] float32, nested_codes [256] float32, nested_scales [blocks of scales]
+    float32, nested_offset [] float32.
     """
 
     values: Tensor

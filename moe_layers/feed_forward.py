@@ -230,11 +230,11 @@ class MoEFeedForward(nn.Module):
         """Return whether a token's output is independent, bit for bit, of the other tokens of a call. Default False.
 
         Without auxiliary losses, a token's gradient is independent of other tokens, too. Gradients of parameters are
-        sums over all tokens, and depend on all. For any number of tokens, a matrix product runs in the same kernel,
-        never in cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The reference
-        implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
-        their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, which depend
-        on the call.
+        sums over all tokens, and depend on all. The same kernels compute outputs and tokens' gradients for any number
+        of tokens, never cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The
+        reference implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives
+        sum in their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, which
+        depend on the call.
         """
         return self.experts.batch_invariant
 

@@ -11,8 +11,8 @@ def activation_kernel(
     preactivation_ptr,
     preactivation_strides,  # [R, 2F], or [R, F] if not GATED
     bias_ptr,  # [E, 2F or F] contiguous, or None
-    row_to_expert_ptr,  # [R]; only with a bias
-    out_ptr,  # [R, F]; with scales, contiguous bytes of e4m3
+    row_to_expert_ptr,  # [R]; read only if bias_ptr is given
+    out_ptr,  # [R, F]; if scales_ptr is given, contiguous bytes of e4m3
     out_stride,  # distance between rows
     scales_ptr,  # [cdiv(F, 128), R] contiguous, or None
     num_rows,
@@ -85,15 +85,15 @@ def weighted_activation_backward_kernel(
     preactivation_ptr,  # [R, 2F], or [R, F] if not GATED
     preactivation_stride,  # distance between rows, like all strides here
     bias_ptr,  # [E, 2F or F] contiguous, or None
-    row_to_expert_ptr,  # [R]; only with a bias
+    row_to_expert_ptr,  # [R]; read only if bias_ptr is given
     dweighted_ptr,  # [R, F]
     dweighted_stride,
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F]; with a destination, any number of rows
+    dpreactivation_ptr,  # [R, 2F or F]; if destination_ptr is given, any number of rows
     dpreactivation_stride,
-    weighted_ptr,  # [R, F], equal to dweighted_ptr; with a destination, any number of rows
+    weighted_ptr,  # [R, F], the memory of dweighted_ptr; if destination_ptr is given, other memory, any number of rows
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: the rows of slot_to_row
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows

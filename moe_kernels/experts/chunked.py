@@ -73,7 +73,7 @@ class ExpertsInParts:
         self._up_low: Tensor | None = None  # [R, r] of all chunks: dH times the adapter factor up_b
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
-        """Compute the first half of a chunk's forward: H and A."""
+        """Compute the first half of a chunk's forward: the preactivation H and the activation A."""
         return activate(self.experts, self.parts[part], tokens)
 
     def outputs(

@@ -208,7 +208,7 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands of `fused_experts_op`, and check settings and adapters. `check_operands` checks other operands.
+    """Pack the operands of `fused_experts_op`. Check only the settings and the adapters.
 
     Args:
         others: further fields of `ExpertOperands`.

@@ -103,7 +103,7 @@ class _Outputs(NamedTuple):
     low: Tensor | None  # [R, r]: gathered tokens @ up_a^T; None without an adapter of w_up
     topk_weights: Tensor | None  # [T, K]; None without a router
     topk_experts: Tensor | None  # [T, K]; None without a router
-    buffer: Tensor | None  # the permutation, as `SortedSlots.buffer`; None if the caller sorted the slots
+    buffer: Tensor | None  # all tensors of the permutation (`SortedSlots.buffer`); None if the caller sorted the slots
 
 
 @registered_op("fused_experts")

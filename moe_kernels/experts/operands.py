@@ -55,7 +55,7 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return `experts` as forward and the gradients of rows use them: with e4m3 weights if `precision` is set."""
+        """Return the experts for forward and the gradients of rows. If `precision` is set, the weights are e4m3."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:

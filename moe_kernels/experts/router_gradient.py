@@ -18,7 +18,7 @@ from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
-_MOST_COLUMNS = 1024  # maximum number of columns of a row and of w_router that one program loads
+_MOST_COLUMNS = 1024  # maximum BLOCK_D: number of columns that one program loads from a row of dX and from w_router
 
 
 def launch_combine_with_router(
@@ -101,7 +101,8 @@ def _slot_terms_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One program writes the experts and the logits' gradients of BLOCK_T tokens. Grid: (cdiv(T, BLOCK_T),)."""
+    """One program writes the expert of each slot of BLOCK_T tokens, and the gradient of the slot's router logit. Grid:
+    (cdiv(T, BLOCK_T),)."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
     slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)

@@ -257,8 +257,8 @@ def launch_combine(
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Return the number of columns per program, at most 2048: the largest power of two that divides `d_model`, so that
-    no thread idles. If this power is below 512, return `d_model` rounded up to a power of two."""
+    """Return the number of columns per program, at most 2048. The number is the largest power of two that divides
+    `d_model`, so that no thread idles. If that power is below 512, round `d_model` up to a power of two instead."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 

@@ -125,7 +125,7 @@ class SortedSlots(NamedTuple):
     """A permutation stored in one tensor, for calls without `max_rows`. The permutation's tensors are views of `buffer`
     that start at multiples of 16 bytes."""
 
-    buffer: Tensor  # [N, 4] int32; begins with the offsets [E]
+    buffer: Tensor  # [N, 4] int32; the first E of its 4 * N elements are the offsets
     slots_per_token: int
     num_sorted_experts: int
     rows_of_block: int

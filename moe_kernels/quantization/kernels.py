@@ -30,7 +30,8 @@ def decode_e4m3(byte):
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # In the exponent and mantissa fields of float32, the bits give a number 2 ** 120 times too small.
+        # Copy the 7 low bits of the e4m3 number to float32's lowest exponent and highest mantissa bits. The biases of
+        # the exponents, 7 and 127, differ by 120. The copied bits therefore encode the value divided by 2 ** 120.
         bits = byte.to(tl.int32)
         value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)

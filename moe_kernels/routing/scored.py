@@ -107,7 +107,7 @@ def launch_backward(
     dlogits_direct: Tensor | None,  # [T, E]: a gradient to add to the result
     split_dtype: torch.dtype | None,
     settings: ScoreSettings,
-) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype: [high | low], see `softmax.topk_backward_op`
+) -> Tensor:  # [T, E] float32; if `split_dtype` is given, [T, 2E]: [high | low], high + low = gradient
     num_tokens, num_experts = logits.shape
     num_columns = num_experts if split_dtype is None else 2 * num_experts
     dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)

@@ -23,7 +23,7 @@ class RoutedForward(NamedTuple):
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E], the values by which the router ranks experts
     choices: Tensor  # [T, K] integers; negative means no expert
-    kept: Tensor | None  # [T, K] integers: the choices within capacities; None if no choice exceeds a capacity
+    kept: Tensor | None  # [T, K] integers: the choices within capacities; None without capacities
     token_mask: Tensor | None  # [T] bool: False for padding, left out of all statistics except "tokens with padding"
     aux_loss: Tensor | None  # scalar
 
@@ -37,7 +37,8 @@ def add_routing_statistics(
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
-    padding rows. Padding rows fill the last tile of each expert with parameters (the first `num_experts`).
+    padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts` experts, which have
+    parameters, have padding rows.
     `sums` holds four sums, over the softmax's entropies, the margins, the calls' excesses and the losses. The number of
     losses and the smallest margin follow. A call's excess is the largest number of choices of an expert, divided by the
     mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its other

@@ -28,7 +28,7 @@ FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enabl
 
 _hooks = triton.knobs.runtime
 
-DESCRIPTOR_BYTES = 128  # size in bytes of each program's memory for one TMA descriptor made on the device
+DESCRIPTOR_BYTES = 128  # bytes of memory that each program needs for a TMA descriptor that the program makes
 
 
 class Launch(NamedTuple):

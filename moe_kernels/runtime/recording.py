@@ -106,7 +106,7 @@ class Memory:
     storage: StorageWeakRef  # weak: the bytes can be freed, but the storage's id `cdata` stays unique
     steps: list[int] = field(default_factory=list)  # indices of the steps that use the memory
     in_calls: bool = False  # whether a PyTorch operation uses the memory
-    is_parameter: bool = False  # a parameter's memory stays allocated, so replays do not free it
+    is_parameter: bool = False  # whether the memory is a parameter's; replays do not free a parameter's memory
 
 
 def _is_on(device: torch.device, arguments: Any) -> bool:

@@ -253,7 +253,8 @@ def fastest_list(args: GroupedGemmListArguments) -> Measured:
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of a list of square products in 3 layouts: all by rows, only B by columns, only A by columns."""
+    """Return a job that tunes a list of square products A @ B. Its entries are three layouts: A and B stored by rows,
+    only B stored by columns, and only A stored by columns."""
     layouts = ((False, False), (False, True), (True, False))
 
     def entries() -> Iterator[Entry]:

@@ -226,7 +226,8 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Reset expert counts for the next global batch. Call this function after each step with `carry_expert_counts`.
+    """Reset expert counts for the next global batch. If an optimizer step used `carry_expert_counts`, call
+    `reset_expert_counts` after the step.
 
     Raises:
         ValueError: the model has no MoE layer.

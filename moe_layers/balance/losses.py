@@ -57,7 +57,8 @@ def load_balancing_loss(
     Source: equations 4 to 6 of https://arxiv.org/abs/2101.03961, with top_k slots per token.
 
     Args:
-        num_tokens: number of tokens of all calls whose losses are added. Default None: the tokens of this call.
+        num_tokens: number of tokens, without padding, of all calls whose losses are added. Default None: that of this
+            call.
         score: "softmax", "sigmoid" or "sqrt_softplus". Probabilities are these scores divided by their sum.
 
     Raises:
@@ -198,7 +199,8 @@ def _switch(
 
 
 def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
-    """Return the experts of each token that a loss counts, as `count` selects them. -1 means no expert."""
+    """Return the experts for which the loss counts each token. -1 means no expert. `count`: "choices" returns the
+    router's choices, "scores" returns as many experts with the highest scores."""
     check_choice(op, "count", count, COUNTS)
     chosen = routing.choices
     if count == "choices":

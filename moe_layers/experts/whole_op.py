@@ -1,4 +1,4 @@
-"""Run router, sort and experts of a layer as one op, if nothing else reads the routing.
+"""Run a layer's router, the sort by expert and the layer's experts as one op, if nothing else reads the routing.
 
 The op is one autograd node with one list of launches. In backward, one launch sums each token's gradient over its
 experts and adds the gradient through the routing weights. The op replaces separate parts only if the experts alone read
@@ -75,7 +75,7 @@ def compute_whole(
     tokens: Tensor,  # [T, D]
 ) -> Tensor:  # [T, D]
     """Return the sum of the experts' outputs for each token. In training, count the choices if the router has a
-    selection bias. Call the router's forward hooks, which only watch the choice, after the op."""
+    selection bias. Call the router's forward hooks after the op. These hooks only read the choice."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     assert isinstance(router, TopKRouter) and isinstance(experts, GroupedExperts)
     made = experts.route_and_compute(tokens, router)
@@ -87,8 +87,8 @@ def compute_whole(
 
 
 def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether a call runs the class's own `forward`, and no hook can change the result. Only hooks with the
-    attribute `watches_choice` are allowed, because these hooks only read the router's choice."""
+    """Return whether a call runs the class's `forward` without hooks, except hooks marked by `watches_choice`. A marked
+    hook only reads the router's choice."""
     own = vars(module)
     if "forward" in own:
         return False

@@ -173,7 +173,8 @@ def check_on_device(condition: Tensor, message: str) -> None:
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts for a checkpointed region, which save the routing and all data received from other ranks.
+    """Return contexts for a checkpointed region, which save the routing and the data that experts received by
+    collectives.
 
     The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
     `save_routing` alone the recomputation sends everything again, with the same choice and therefore the same sizes.

@@ -36,12 +36,12 @@ class OverlappedDispatcher(AllGatherDispatcher):
     """Gathers tokens and reduce-scatters sums like `AllGatherDispatcher`, but overlaps transfers with computation.
 
     A chunk's tokens are sent while the previous chunk is computed. A chunk's outputs are sent while the next chunk is
-    computed. No computation hides the first chunk's transfer, so this chunk has a third of the tokens of each other
-    chunk. The last chunk's outputs are sent in column slices. Backward sends the gradients of outputs in the same
-    order, and sends the gradients of tokens while weight gradients are computed. Each weight gradient is one product
-    over all chunks, so more chunks need no further gradient memory. On GPUs, tokens are copied from GPU to GPU, see
-    `PeerCopies`. A checkpointed region communicates again when the region is recomputed. Forward hooks of the experts
-    see uninitialised outputs, because the outputs arrive later.
+    computed. No computation hides the first chunk's transfer. The first chunk is therefore small: each later chunk has
+    three times as many tokens. The last chunk's outputs are sent in column slices. Backward sends the gradients of
+    outputs in the same order, and sends the gradients of tokens while weight gradients are computed. Each weight
+    gradient is one product over all chunks, so more chunks need no further gradient memory. On GPUs, tokens are copied
+    from GPU to GPU, see `PeerCopies`. A checkpointed region communicates again when the region is recomputed. Forward
+    hooks of the experts see uninitialised outputs, because the outputs arrive later.
 
     With the reference implementation this class works like an `AllGatherDispatcher` with the same number of chunks.
     """

@@ -34,8 +34,8 @@ class Gathering(NamedTuple):
     `wait` returns a part of `whole`, ready for use on the current stream. Call `wait` for each part in order.
     """
 
-    whole: Tensor  # [P * N, ...]: part after part, and within each part rank after rank
-    wait: Callable[[int], Tensor]  # index of a part -> [P * n, ...], n rows of each rank
+    whole: Tensor  # [P * N, ...]: the parts in order; each part holds n rows of rank 0, then of rank 1, and so on
+    wait: Callable[[int], Tensor]  # takes a part's index; returns [P * n, ...], n rows of each rank
 
 
 # A function that waits for this rank's part of a sum, and writes the part to a tensor [n, ...]. Call the function once.
@@ -244,7 +244,7 @@ class _CopiedScattering:
     def __init__(self, copies: PeerCopies, shares: Tensor):
         self._copies, self._number = copies, copies.num_begun
         copies.under_way.add(self)
-        self._shares = _by_rank(shares, copies.size)  # the reference keeps the shares alive until they are copied
+        self._shares = _by_rank(shares, copies.size)  # keeps the shares' memory allocated until the copies end
         buffers = copies.buffers(self._shares.shape, shares.dtype)
         self._received = buffers[copies.rank]  # memory to which the other ranks copy their shares
         assert copies.all_have_begun, "another rank may still read the memory written here"

@@ -87,7 +87,7 @@ class Slots(NamedTuple):
 
     @property
     def kept(self) -> Tensor | None:  # [T, K] int32
-        """Return the choice within the capacity, or None without a capacity."""
+        """Return the experts that slots reach within the capacity (-1: none), or None without a capacity."""
         return None if self.chosen_experts is None else self.topk_experts
 
 

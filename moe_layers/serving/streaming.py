@@ -48,8 +48,8 @@ def iter_weights(
             configuration must name this quantisation. Default: False.
 
     Raises:
-        ValueError: the layout is unknown, or the engine has no loader for this architecture; the model is a module that
-            contains a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
+        ValueError: the layout is unknown, or the engine has no loader for this architecture; an unknown module
+            holds a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
             DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
@@ -141,7 +141,7 @@ class _Stream:
 def _naming(root: Any) -> SimpleNamespace:
     """Return the attributes of a model from which transformers derives the names of the model's weights on disk.
 
-    Conversions by a quantiser are left out, because `iter_weights` dequantises weights or yields them as stored.
+    The attributes omit the conversions by a quantiser, because `iter_weights` yields weights dequantised or as stored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange

@@ -46,7 +46,7 @@ class JaggedGemmArguments(Arguments):
         return len(self.group_offsets) - 1
 
     def grouped(self) -> GroupedGemmArguments:
-        """Return the arguments of a grouped GEMM with one group that computes the same product."""
+        """Return the arguments of a grouped GEMM that computes the same product as the jagged GEMM, with one group."""
         (size_k, size_n), (stride_k, stride_n) = self.B.shape, self.B.stride()
         # With one group, no kernel uses the group stride, but TMA rejects some strides. Use the stride that
         # adjacent matrices would have.

@@ -19,8 +19,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-# Cost of reading one byte, as a number of multiplications. From A100 to B200, the ratio of the tensor cores'
-# multiplications/s to the memory's bytes/s is about twice this number.
+# Cost of reading one byte of B, in multiplications: about half of the ratio of a GPU's tensor-core multiplications/s to
+# its memory bytes/s. From A100 to B200, the ratio is about 100.
 _MULTIPLICATIONS_PER_BYTE = 50
 _BOUNDS_BLOCK = 128  # number of rows per tile in tables for weight-gradient kernels, which do not read the tiles
 

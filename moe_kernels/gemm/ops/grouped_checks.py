@@ -92,12 +92,13 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return `implementation`. For None, return "triton" if kernels can take `a`, float8 included, else "reference".
+    """Return `implementation`. For None, return "triton" if kernels can take `a`, else "reference". The kernels can
+    take float8.
 
     Raises:
         ValueError: `implementation` is not a known name.
-        NotImplementedError: the GPU cannot multiply float8 operands; "triton" was requested, but its kernels cannot
-            take `a`; or `torch.jit.trace` runs.
+        NotImplementedError: "triton" was chosen for float8 operands, but the GPU cannot multiply float8; "triton" was
+            requested, but its kernels cannot take `a`; or `torch.jit.trace` runs.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

@@ -62,7 +62,8 @@ def grouped_gemm(
     the GEMMs of backward.
 
     Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
-    128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F]; result as out.
+    128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F], result
+    [R, N] or [R, F].
 
     Args:
         offsets: checked on the CPU. On a GPU, a check would need a host synchronisation, so kernels clamp offsets to a
@@ -331,7 +332,7 @@ def _row_scale_backward_op(
     bias: Tensor | None,
     row_scale: Tensor,
     needs_scale: bool,
-) -> tuple[Tensor, Tensor]:  # [R, N] gradient of the unscaled rows in a's dtype; drow_scale [R], empty if not needed
+) -> tuple[Tensor, Tensor]:  # gradient of the unscaled rows [R, N], dtype of `a`; drow_scale [R], empty if not needed
     rows = None
     if needs_scale:
         # The unscaled product is recomputed in float32, so that forward need not save this product.

@@ -2,8 +2,9 @@
 
 PEFT wraps an experts module once per adapted parameter [E, out, in]. Each wrapper stores `lora_A.weight` and
 `lora_B.weight`, whose names contain one `base_layer` per enclosing wrapper. The innermost wrapper adapts the parameter
-that the module declares first. If the parameters are parametrized (4 bits), the innermost wrapper adapts the
-alphabetically first parameter. For gated experts, the widths of lora_A and lora_B tell which order applies.
+that the module declares first. If parametrisations store the parameters in 4 bits, the innermost wrapper adapts the
+parameter whose name is alphabetically first. A file does not say which of these rules PEFT applied. For gated experts,
+the widths of lora_A and lora_B show which parameter each wrapper adapts.
 
 The order of the factors' axes is called orientation. Each orientation is named after a version of PEFT:
 
@@ -268,8 +269,8 @@ def _adapters(pairs: list[_Pair], orientation: str, interleaved: bool) -> Expert
 
 
 def _read(pair: _Pair, orientation: str) -> tuple[Tensor, Tensor]:  # a [E, r, in], b [E, out, r]
-    slow = pair.a.unflatten(0, (-1, pair.rank))  # [E, r, n]; n is `in` in orientation "0.19", else `out`
-    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, m]; m: `out` in orientation "0.19", else `in`
+    slow = pair.a.unflatten(0, (-1, pair.rank))  # [E, r, in], or [E, r, out] in orientation "0.18"
+    fast = pair.b.unflatten(1, (pair.rank, -1)).permute(2, 1, 0)  # [E, r, out], or [E, r, in] in orientation "0.18"
     return (slow, fast.transpose(1, 2)) if orientation == "0.19" else (fast, slow.transpose(1, 2))
 
 

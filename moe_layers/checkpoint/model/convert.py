@@ -160,7 +160,7 @@ def _check_renamed(found: BlockSurvey) -> None:
 
 @dataclass(frozen=True)
 class ExpertReader:
-    """Reads single matrices and biases of experts (gate, up or down) from a block in any layout."""
+    """Reads an expert's matrices and biases (gate, up and down) one by one, from a block in any layout."""
 
     found: BlockSurvey
     layout: Layout

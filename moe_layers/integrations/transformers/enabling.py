@@ -127,8 +127,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
     same configuration object then also computes its experts with `moe_kernels`. If `model` is only a part of a model,
-    such as a layer, or another enabled model has the same configuration, `enable` replaces the experts' forwards
-    instead.
+    such as a layer, `enable` replaces the experts' forwards instead. `enable` also replaces the forwards if another
+    enabled model has the same configuration.
 
     Args:
         model: any module that holds MoE blocks of transformers.
@@ -264,7 +264,7 @@ def _check_whole(op: str, state: _State) -> None:
 def _restore(model: nn.Module, state: _State) -> None:
     _STATES.discard(state)
     for config, implementation in state.configs:
-        if config._experts_implementation_internal == NAME:  # not changed by other code
+        if config._experts_implementation_internal == NAME:  # keep a value that other code set after `enable`
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)

@@ -136,7 +136,7 @@ def piece_of(value, PIECE: gl.constexpr, PIECES: gl.constexpr):
 def _write_activated(
     pairs,
     up_pairs,
-    at,  # Finished: position of the tile
+    at,  # position of the finished tile, a `Finished`
     first,  # column of the activation where piece 0 starts
     bias,
     desc,
@@ -162,7 +162,7 @@ def write_part(
     PART: gl.constexpr,
     left,
     right,
-    at,  # Finished: position of the tile
+    at,  # position of the finished tile, a `Finished`
     bias,  # Bias or None; added before the activation
     out_desc,
     activated_desc,
@@ -205,7 +205,7 @@ def _write_half(half, value, at, desc, buffer, SPLIT: gl.constexpr, PIECES: gl.c
 def write_last(
     left,
     right,
-    at,  # Finished: position of the tile
+    at,  # position of the finished tile, a `Finished`
     bias,  # Bias or None; added before the activation
     out_desc,
     activated_desc,

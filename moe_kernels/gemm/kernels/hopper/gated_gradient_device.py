@@ -194,8 +194,8 @@ def activation_gradient_kernel(
     row_to_token_ptr,  # [R]
     depth,  # K
     b_desc,  # [G, F, K] or [G, K, F]
-    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of one half
-    dh_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of one half
+    h_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of the gate half or the up half
+    dh_desc,  # ragged [R, 2, F], block [BLOCK_M / 2, BLOCK_N / PIECES] of the gate half or the up half
     weighted_desc,  # ragged [R, F], block [BLOCK_M / 2, BLOCK_N / PIECES]
     weights_ptr,  # [R]
     sums_ptr,  # [R, column tiles]

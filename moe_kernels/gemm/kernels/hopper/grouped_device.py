@@ -48,7 +48,7 @@ def _reduce_tile(
         step += 1
     if bias is not None and PIECES == 0:
         # The bias is loaded during the remaining multiplications, into the registers that held the previous tile.
-        # Rounding `num_columns` down to a multiple of 8 tells the compiler that rows are aligned.
+        # `num_columns` is always a multiple of 8. Only because of the rounding, the compiler knows this divisor.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, tiles.num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)

@@ -111,7 +111,8 @@ def _produce(
 
 @gluon.jit
 def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Start to multiply this warpgroup's rows by 128 columns over 128 values of K. The product replaces `partial`."""
+    """Start to multiply this warpgroup's rows of A by 128 columns of B. The product sums over 128 values of K, and
+    replaces `partial`."""
     a = ring.a.index(slot).slice(WARPGROUP * _ROWS, _ROWS, 0)
     b = ring.b.index(slot).reshape([BLOCK_N, _STEP]).slice(HALF * _STEP, _STEP, 0).permute((1, 0))
     return warpgroup_mma(a, b, partial, use_acc=False, is_async=True)
@@ -119,8 +120,8 @@ def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, 
 
 @gluon.jit
 def _b_scales_at(scales, group, block):
-    """Return the position of the first scale of a block of columns. Blocks past the last block get the last block's
-    position."""
+    """Return the position in memory of a column block's first scale. If `block` is past the last column block, return
+    the position for the last block."""
     block = min(block, scales.num_column_blocks - 1)
     return (group * scales.num_column_blocks + block) * scales.num_steps
 

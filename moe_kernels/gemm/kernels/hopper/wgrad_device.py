@@ -186,8 +186,8 @@ def _multiply(
     BLOCK_R: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):
-    """Start one step's product of this warpgroup's rows of a.T with the first columns of dout, as many as `total` has.
-    If `use_total`, add the product to `total`."""
+    """Start to multiply this warpgroup's rows of a.T by the first `total.shape[1]` columns of dout, over the BLOCK_R
+    rows of one step. If `use_total`, add the product to `total`. Otherwise, the product replaces `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).reshape([BLOCK_R, 2 * total.shape[0]])
     a = a.slice(WARPGROUP * total.shape[0], total.shape[0], 1).permute((1, 0))

@@ -92,7 +92,7 @@ class ExpertsSpec:
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
-        """Return the up-projection's parameters, the stored down-projection and the biases."""
+        """Return the weights of the up- and down-projections and the biases, as the module stores them."""
         return (*self.up_parameters(experts), self.stored_down(experts), *self.biases(experts))
 
     def up_parameters(self, experts: Any) -> tuple[Weight, ...]:

@@ -89,7 +89,8 @@ class HookedRouter:
 
     @property
     def selection_bias(self) -> Tensor | None:  # [E]
-        """Return the model's own tensor with the selection bias. Changes in place change the model."""
+        """Return a view of the model's selection bias, or None without one. In-place changes of the view change the
+        model."""
         for module in (*self.router.modules(), self.block):
             for name in _BIASES:
                 if isinstance(bias := getattr(module, name, None), Tensor):

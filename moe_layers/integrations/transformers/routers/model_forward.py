@@ -27,7 +27,7 @@ class ModelForward:
     """The padding, arguments and replayed choices of one forward of a model.
 
     Args:
-        owner: the outermost model of transformers.
+        owner: the outermost module that is a model of the library `transformers`.
         arguments: the arguments of the owner's forward, by name.
     """
 
