@@ -155,7 +155,7 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # Maximum number of groups with rows. Integers need `min`, because Dynamo of PyTorch 2.11 refuses `sym_min`.
+    # Maximum number of groups with rows. Integers use `min`: Dynamo of PyTorch 2.11 refuses `sym_min` of them.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)

@@ -205,7 +205,7 @@ _launch = _launch_selected if VERIFY is None else verified(_launch_selected, VER
 
 
 def pin(args: Arguments, kernel: Kernel) -> None:
-    """Make `select` return this kernel, in this process, for all arguments with the `selection_key` of `args`."""
+    """Make `select` return this kernel, in this process, for all arguments with the `_key` of `args`."""
     _selected[_key(args)] = kernel
     clear_records()
 
@@ -335,7 +335,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return `copies`, in this process, for all arguments with the same `_copies_key`."""
+    """Make `choose_copies` without `assumed_rows` return `copies`, in this process, for this `_copies_key`."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 

@@ -99,7 +99,7 @@ class PackedSignature:
     which says whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is None
     if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
 
-    If a parameter is a NamedTuple or may be a quantised weight, the op's schema has two parameters: the list of given
+    If a parameter is a NamedTuple or a `QuantizedWeight`, the op's schema has two parameters: the list of given
     tensors, and a string of all other leaves.
     """
 

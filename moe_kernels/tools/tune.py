@@ -112,7 +112,7 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; if so, also selects its kernel in this process
+    is_known: Callable[[Table], bool]  # whether the table has the entry; a kernel's entry then selects the kernel, too
     measure: Callable[[], Table]  # makes a table with only this entry; an empty table if no kernel fits
 
 

@@ -89,7 +89,7 @@ class Architecture:
     Attributes:
         d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that config.json must hold, because this module and the model's configuration class have
+        required: fields that config.json must hold, because our readers and the model's configuration class have
             different defaults for the fields.
     """
 

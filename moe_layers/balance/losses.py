@@ -1,8 +1,8 @@
 """Auxiliary losses as plain functions of a layer's routing, and their attachment to a layer's output.
 
 Every loss ignores padding tokens and is 0 if there are no tokens. Permutations of experts or tokens do not change a
-loss. In the loss over sequences, tokens may be permuted only within a sequence. The losses differ in how they react to
-splitting a batch:
+loss. The loss over sequences allows permutations of sequences, and of tokens within a sequence. The losses differ in
+how they react to splitting a batch:
 
 | loss | at perfect balance | sum of the losses of a batch's calls |
 |---|---|---|

@@ -173,8 +173,7 @@ def check_on_device(condition: Tensor, message: str) -> None:
 
 
 def save_communication() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts for a checkpointed region, which save the routing and the data that experts received by
-    collectives.
+    """Return contexts for a checkpointed region, which save the routing and the results of all collectives.
 
     The recomputation then communicates nothing, except for the "overlapped" dispatcher's copies between GPUs. With
     `save_routing` alone the recomputation sends everything again, with the same choice and therefore the same sizes.

@@ -21,7 +21,7 @@ LONG_WORK = gl.constexpr(4400)
 class Tiles:
     """The tiles of the product: every row tile with every column tile. A table or the offsets give the row tiles."""
 
-    entries: gl.tensor  # pointer to table entries [capacity, 2]; without a table, the groups' cumulative tile counts
+    entries: gl.tensor  # pointer to entries [capacity, 2]; without a table, after `with_walk`, cumulative tile counts
     bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
