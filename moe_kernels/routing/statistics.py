@@ -39,6 +39,7 @@ def add_routing_statistics(
     `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
     padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts` experts, which have
     parameters, have padding rows.
+
     `sums` holds four sums, over the softmax's entropies, the margins, the calls' excesses and the losses. The number of
     losses and the smallest margin follow. A call's excess is the largest number of choices of an expert, divided by the
     mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its other
