@@ -161,7 +161,7 @@ def tile_table(
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
     first = functional.pad(counts.cumsum(0)[:-1], (1, 0))  # [G + 1]
     tiles = torch.stack([group, entry - first[group]], dim=1)
-    num_tiles = torch.stack([counts[:-1].sum(), counts.sum()])
+    num_tiles = functional.pad(torch.stack([counts[:-1].sum(), counts.sum()]), (0, 2))
     order = bounds.diff()[:-1].argsort(descending=True, stable=True)
     return TileTable(bounds.int(), tiles.int(), num_tiles.int(), order.int(), block_rows)
 

@@ -49,7 +49,7 @@ def _bias_and_scale_kernel(
     row_scale_strides,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     N,
     TILE_ROWS: tl.constexpr,
     BLOCK_R: tl.constexpr,

@@ -46,7 +46,7 @@ def empty_tile_table(like: Tensor, num_rows: int, num_groups: int, block_rows: i
     return TileTable(
         like.new_empty(num_groups + 2, dtype=torch.int32),
         like.new_empty(tile_capacity(num_rows, num_groups, block_rows), 2, dtype=torch.int32),
-        like.new_empty(2, dtype=torch.int32),
+        like.new_empty(4, dtype=torch.int32),
         like.new_empty(num_groups, dtype=torch.int32),
         block_rows,
     )
@@ -64,7 +64,7 @@ class _Parts(NamedTuple):
 def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
     sizes: list[int] = []
     places = []
-    for size in (num_groups, num_groups + 2, 2 * tile_capacity(num_rows, num_groups, block_rows), 2):
+    for size in (num_groups, num_groups + 2, 2 * tile_capacity(num_rows, num_groups, block_rows), 4):
         if gap := -sum(sizes) % 4:
             sizes.append(gap)
         places.append(len(sizes))
@@ -136,7 +136,7 @@ def write_tile_table(
     ends,  # [G_P2] int32; lanes past G repeat the last end
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     order_ptr,  # [G]
     num_rows,
     capacity,
@@ -159,6 +159,8 @@ def write_tile_table(
         tl.store(bounds_ptr + G + 1, num_rows)
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
+        tl.store(num_tiles_ptr + 2, 0)
+        tl.store(num_tiles_ptr + 3, 0)
     for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
         entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)
         before = tile_ends[None, :] <= entry[:, None]  # [ENTRY_BLOCK, G_P2]

@@ -157,7 +157,7 @@ class SortedSlots(NamedTuple):
 def _part_shapes(num_tokens: int, top_k: int, num_experts: int, block_rows: int) -> list[tuple[int, ...]]:
     num_slots = num_tokens * top_k
     capacity = tile_capacity(num_slots, num_experts, block_rows)
-    return [(num_experts,), (num_tokens, top_k), (num_slots,), (num_experts + 2,), (capacity, 2), (2,), (num_experts,)]
+    return [(num_experts,), (num_tokens, top_k), (num_slots,), (num_experts + 2,), (capacity, 2), (4,), (num_experts,)]
 
 
 def _padded_size(shape: tuple[int, ...]) -> int:

@@ -80,7 +80,7 @@ def _grouped_gemm_kernel(
     extra_b_strides,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     num_row_tiles,  # capacity: number of entries of the tile table
     G,
     K,

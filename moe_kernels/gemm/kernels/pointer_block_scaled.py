@@ -36,7 +36,7 @@ def _block_scaled_kernel(
     out_strides,  # [R, N]
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     num_row_tiles,  # capacity: maximum number of row tiles
     G,
     K,

@@ -52,7 +52,7 @@ def _decoding_gemm_kernel(
     extra_b_strides,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     OUT: tl.constexpr,  # number of rows of each stored matrix
     IN: tl.constexpr,
     FORM: tl.constexpr,

@@ -76,7 +76,7 @@ def _streaming_kernel(
     activated_stride,  # [R, N / 2], or None
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     G,
     K,
     N,

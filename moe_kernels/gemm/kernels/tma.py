@@ -36,7 +36,7 @@ def _tma_kernel(
     activated_stride,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     G,
     K,
     N,

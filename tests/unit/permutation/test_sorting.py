@@ -49,7 +49,7 @@ def test_worked_by_hand(op, device):
     assert permutation.row_to_token.tolist() == [0, 1, 2, 0, 1, 2]
     table = permutation.tile_table
     assert table.bounds.tolist() == [0, 3, 3, 5, 6]
-    assert table.num_tiles.tolist() == [3, 4]
+    assert table.num_tiles.tolist() == [3, 4, 0, 0]
     assert table.tiles.tolist()[:4] == [[0, 0], [0, 1], [2, 0], [3, 0]]
 
 

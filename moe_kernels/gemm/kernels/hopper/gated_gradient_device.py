@@ -201,7 +201,7 @@ def activation_gradient_kernel(
     sums_ptr,  # [R, column tiles]
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     num_rows,  # R
     num_column_tiles,
     num_steps,  # number of steps of the reduction, at least PIECES * SPACING
@@ -246,8 +246,8 @@ def activation_gradient_kernel(
             (
                 produce,
                 (
-                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, None, None, None, None,
-                    None, 0, B_COLUMN, False, BLOCK_N, BLOCK_K,
+                    tiles, num_tiles_ptr, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+                    None, None, None, None, None, 0, B_COLUMN, False, BLOCK_N, BLOCK_K,
                 ),
             ),
         ],

@@ -170,7 +170,7 @@ def grouped_gemm_kernel(
     activated_desc,  # ragged [R, F] with an activation, else None
     bounds_ptr,  # bounds [G + 2] of the tile table; without a table, offsets [G]
     tiles_ptr,  # entries [capacity, 2] of the tile table; None without a table
-    num_tiles_ptr,  # [2]; None without a table
+    num_tiles_ptr,  # [4]; None without a table
     num_rows,  # R
     num_columns,  # N
     num_column_tiles,
@@ -230,7 +230,7 @@ def grouped_gemm_kernel(
             (
                 produce,
                 (
-                    tiles, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, extra_a_desc,
+                    tiles, num_tiles_ptr, ring, a_desc, a_ptr, a_stride, row_to_token_ptr, depth, b_desc, extra_a_desc,
                     extra_a_ptr, extra_a_stride, extra_depth, extra_b_desc, EXTRA_STEPS,
                     B_COLUMN, GATED, BLOCK_N, BLOCK_K,
                 ),

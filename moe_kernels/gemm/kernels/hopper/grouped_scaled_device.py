@@ -238,7 +238,7 @@ def block_scaled_gemm_kernel(
     out_desc,  # ragged [R, N], block [64, 128]
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     num_rows,  # R
     num_column_blocks,  # cdiv(N, 128)
     num_column_tiles,  # cdiv(N, BLOCK_N)

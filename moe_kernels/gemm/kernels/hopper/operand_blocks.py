@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
+from .pace import end_pace, keep_pace, start_pace
 from .ring import free_slot, gather_block, gather_layout, load_block, load_step, moved, wait_step
 from .tiles import tile_at, with_walk
 
@@ -22,6 +23,7 @@ def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N
 @gluon.jit
 def _produce_contiguous(
     tiles,
+    num_tiles_ptr,
     ring,
     a_desc,
     b_desc,
@@ -35,25 +37,31 @@ def _produce_contiguous(
 ):
     tiles = with_walk(tiles)
     step = 0
+    passed = 0
+    start_pace(num_tiles_ptr)
     # A tile's position is loaded one tile ahead, so that no copy waits for the position.
     group, row, _, column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
+            passed = keep_pace(num_tiles_ptr, step, passed)
             load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
+            passed = keep_pace(num_tiles_ptr, step, passed)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
             load_step(ring, step, extra_a_desc, [row, extra * BLOCK_K], extra_b_desc, b_at)
             step += 1
         group = next_group
         row = next_row
         column = next_column
+    end_pace(num_tiles_ptr)
 
 
 @gluon.jit
 def _produce_gathered(
     tiles,
+    num_tiles_ptr,
     ring,
     a_ptr,
     a_stride,
@@ -77,6 +85,8 @@ def _produce_gathered(
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
+    passed = 0
+    start_pace(num_tiles_ptr)
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     # Rows past the end of the group repeat the group's last row, and their results are not written.
     token = gl.load(row_to_token_ptr + gl.minimum(row + r, max(end - 1, 0)))
@@ -85,12 +95,14 @@ def _produce_gathered(
         next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
+            passed = keep_pace(num_tiles_ptr, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
             gather_block(ready, moved(pointers, k), (c < depth - k)[None, :], ring.a.index(slot))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
+            passed = keep_pace(num_tiles_ptr, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
@@ -107,11 +119,13 @@ def _produce_gathered(
         end = next_end
         token = next_token
         column = next_column
+    end_pace(num_tiles_ptr)
 
 
 @gluon.jit
 def produce(
     tiles,
+    num_tiles_ptr,
     ring,
     a_desc,  # None if the rows of A are gathered
     a_ptr,
@@ -132,13 +146,14 @@ def produce(
 ):
     if a_desc is None:
         _produce_gathered(
-            tiles, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
+            tiles, num_tiles_ptr, ring, a_ptr, a_stride, row_to_token_ptr, depth, b_desc,
             extra_a_ptr, extra_a_stride, extra_depth, extra_b_desc, EXTRA_STEPS, B_COLUMN, GATED, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         _produce_contiguous(
-            tiles, ring, a_desc, b_desc, extra_a_desc, extra_b_desc, EXTRA_STEPS, B_COLUMN, GATED, BLOCK_N, BLOCK_K
-        )
+            tiles, num_tiles_ptr, ring, a_desc, b_desc, extra_a_desc, extra_b_desc, EXTRA_STEPS, B_COLUMN, GATED,
+            BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @gluon.jit

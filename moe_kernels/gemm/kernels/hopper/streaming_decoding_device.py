@@ -221,7 +221,7 @@ def streaming_kernel(
     out_stride,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
-    num_tiles_ptr,  # [2]
+    num_tiles_ptr,  # [4]
     G,
     OUT: gl.constexpr,
     IN: gl.constexpr,

@@ -66,6 +66,7 @@ class WarpSpecializedWgrad(WgradKernel):
                 *gathered,
                 plain_descriptor(args.out, 1, block_k // 2, block_n // 2),
                 table.bounds,
+                table.num_tiles,
                 table.order,
                 num_groups,
                 size_n,

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ....runtime.gluon import aggregate
 from .operand_blocks import accumulator
+from .pace import end_pace, pass_mark, read_marks, start_pace
 from .ring import (
     ROW_BOUND,
     buffers,
@@ -86,12 +87,18 @@ def steps_for(tiles, num_rows):
 
 
 @gluon.jit
-def _produce_contiguous(tiles, ring, a_desc, dout_desc, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr):
+def _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr):
     step = 0
+    passed = 0
+    start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
+        pass_mark(num_tiles_ptr, turn, passed)
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
-        for i in range(steps_for(tiles, num_rows)):
+        num_steps = steps_for(tiles, num_rows)
+        for i in range(num_steps):
+            if i == num_steps - 1:
+                passed = read_marks(num_tiles_ptr)
             row = min(0x40000000 - num_rows + i * tiles.block_r, 0x40000000)
             a_at = [ROW_BOUND, end, row, k_tile * BLOCK_K]
             load_step(ring, step, a_desc, a_at, dout_desc, [ROW_BOUND, end, row, n_tile * BLOCK_N])
@@ -100,11 +107,13 @@ def _produce_contiguous(tiles, ring, a_desc, dout_desc, BLOCK_K: gl.constexpr, B
         n_tile = next_n
         num_rows = next_rows
         end = next_end
+    end_pace(num_tiles_ptr)
 
 
 @gluon.jit
 def _produce_gathered(
     tiles,
+    num_tiles_ptr,
     ring,
     gathered_ptr,
     gathered_stride,
@@ -124,14 +133,20 @@ def _produce_gathered(
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
+    passed = 0
+    start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
+        pass_mark(num_tiles_ptr, turn, passed)
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
         column = (k_tile if GATHER_A else n_tile) * COLUMNS + c
         other_column = (n_tile if GATHER_A else k_tile) * OTHER_COLUMNS
         row = end - num_rows + r
         token = gl.load(row_to_token_ptr + row, mask=row < end, other=0)
-        for i in range(steps_for(tiles, num_rows)):
+        num_steps = steps_for(tiles, num_rows)
+        for i in range(num_steps):
+            if i == num_steps - 1:
+                passed = read_marks(num_tiles_ptr)
             next_token = gl.load(row_to_token_ptr + row + tiles.block_r, mask=row + tiles.block_r < end, other=0)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
@@ -147,11 +162,13 @@ def _produce_gathered(
         n_tile = next_n
         num_rows = next_rows
         end = next_end
+    end_pace(num_tiles_ptr)
 
 
 @gluon.jit
 def _produce(
     tiles,
+    num_tiles_ptr,
     ring,
     a_desc,  # None if the rows of A are gathered
     dout_desc,  # None if the rows of dout are gathered
@@ -164,16 +181,16 @@ def _produce(
 ):
     if a_desc is None:
         _produce_gathered(
-            tiles, ring, gathered_ptr, gathered_stride, row_to_token_ptr, num_gathered_columns, dout_desc,
-            True, BLOCK_K, BLOCK_N,
+            tiles, num_tiles_ptr, ring, gathered_ptr, gathered_stride, row_to_token_ptr, num_gathered_columns,
+            dout_desc, True, BLOCK_K, BLOCK_N,
         )  # fmt: skip
     elif dout_desc is None:
         _produce_gathered(
-            tiles, ring, gathered_ptr, gathered_stride, row_to_token_ptr, num_gathered_columns, a_desc,
-            False, BLOCK_K, BLOCK_N,
+            tiles, num_tiles_ptr, ring, gathered_ptr, gathered_stride, row_to_token_ptr, num_gathered_columns,
+            a_desc, False, BLOCK_K, BLOCK_N,
         )  # fmt: skip
     else:
-        _produce_contiguous(tiles, ring, a_desc, dout_desc, BLOCK_K, BLOCK_N)
+        _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K, BLOCK_N)
 
 
 @gluon.jit
@@ -296,6 +313,7 @@ def wgrad_kernel(
     num_gathered_columns,
     out_desc,  # [G, K, N], block [BLOCK_K / 2, BLOCK_N / 2]
     bounds_ptr,  # [G + 2]
+    num_tiles_ptr,  # [4]; for the pace
     order_ptr,  # [G]
     num_groups,
     num_columns,  # N
@@ -332,7 +350,7 @@ def wgrad_kernel(
             (
                 _produce,
                 (
-                    tiles, ring, a_desc, dout_desc, gathered_ptr, gathered_stride, row_to_token_ptr,
+                    tiles, num_tiles_ptr, ring, a_desc, dout_desc, gathered_ptr, gathered_stride, row_to_token_ptr,
                     num_gathered_columns, BLOCK_K, BLOCK_N,
                 ),
             ),
