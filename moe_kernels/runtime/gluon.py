@@ -81,7 +81,7 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
     elif _VERSION[:2] >= (3, 8):
         producer, consumer = (56, 224) if pieces else (72, 216)
     else:
-        producer, consumer = (48, 224) if pieces else (64, 216)
+        producer, consumer = (48, 224) if pieces else (56, 224)
     return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 

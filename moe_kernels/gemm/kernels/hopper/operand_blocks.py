@@ -8,6 +8,14 @@ from .pace import end_pace, keep_pace, start_pace
 from .ring import free_slot, gather_block, gather_layout, load_block, load_step, moved, wait_step
 from .tiles import tile_at, with_walk
 
+MARK_STEPS = gl.constexpr(8)  # number of steps from one mark of the pace to the next
+
+
+@gluon.jit
+def _pace(num_tiles_ptr, step, passed):
+    is_next = step % MARK_STEPS == MARK_STEPS - 1
+    return keep_pace(num_tiles_ptr, step // MARK_STEPS, step % MARK_STEPS == 0, is_next, passed)
+
 
 @gluon.jit
 def _b_at(group, column, k, B_COLUMN: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
@@ -44,18 +52,18 @@ def _produce_contiguous(
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
-            passed = keep_pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, step, passed)
             load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
-            passed = keep_pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, step, passed)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
             load_step(ring, step, extra_a_desc, [row, extra * BLOCK_K], extra_b_desc, b_at)
             step += 1
         group = next_group
         row = next_row
         column = next_column
-    end_pace(num_tiles_ptr)
+    end_pace(num_tiles_ptr, (step + MARK_STEPS - 1) // MARK_STEPS)
 
 
 @gluon.jit
@@ -95,14 +103,14 @@ def _produce_gathered(
         next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
-            passed = keep_pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
             gather_block(ready, moved(pointers, k), (c < depth - k)[None, :], ring.a.index(slot))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
-            passed = keep_pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
@@ -119,7 +127,7 @@ def _produce_gathered(
         end = next_end
         token = next_token
         column = next_column
-    end_pace(num_tiles_ptr)
+    end_pace(num_tiles_ptr, (step + MARK_STEPS - 1) // MARK_STEPS)
 
 
 @gluon.jit

@@ -3,23 +3,48 @@
 Programs that run at the same time share operand blocks. If some programs run far ahead of others, the L2 cache drops a
 block between its first and its last use, and the block is read from memory again. This costs time and energy.
 
-Each producer therefore passes a mark every few steps. A producer that is ahead of the average by more than one mark
+Each producer therefore passes a mark from time to time. A producer that is ahead of the average by more than one mark
 waits. The wait changes only when a result is computed, never the result.
 
 A producer waits only while all programs of the grid run. If some programs cannot start, because another kernel occupies
-their SM, or have ended already, no producer waits. Every wait ends after `MOST_POLLS` reads in any case.
+their SM, or have ended already, no producer waits. Every wait ends after 20000 reads, some 10 ms.
 
-`TileTable.num_tiles` holds the two counters: marks passed by all producers, and number of running producers. Both are 0
-between two kernels. If two kernels use one table at the same time, the numbers do not match, and no producer waits.
+`TileTable.num_tiles` holds two counters: the marks of the producers that run, and the number of these producers. Both
+are 0 between two kernels. If two kernels use one table at the same time, a producer at most waits too little.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-MARK_STEPS = gl.constexpr(8)  # number of steps from one mark to the next
-MOST_POLLS = gl.constexpr(20000)  # some 10 ms
 PASSED = gl.constexpr(2)  # places of the counters in `num_tiles`
 RUNNING = gl.constexpr(3)
+THREADS = gl.constexpr(128)  # threads of a producer; each of them counts a mark
+
+# In PTX, because a branch of a producer that depends on a number makes Triton 3.8 compute more values before the kernel
+# divides its warps. They then occupy registers of the consumers, which spill.
+_PASS = gl.constexpr("""{
+    .reg .pred reads, passes, waits;
+    .reg .b32 left, running, programs, polls;
+    setp.ne.s32 reads, $2, 0;
+    setp.ne.s32 passes, $3, 0;
+    mov.u32 programs, %nctaid.x;
+    mov.b32 polls, 20000;
+    mov.b32 $0, $5;
+    @reads ld.volatile.global.s32 $0, [$1 + 8];
+    @!passes bra DONE;
+    red.relaxed.gpu.global.add.s32 [$1 + 8], 1;
+WAIT:
+    sub.s32 left, $4, $0;
+    setp.le.s32 waits, left, 0;
+    @waits bra DONE;
+    ld.volatile.global.s32 $0, [$1 + 8];
+    ld.volatile.global.s32 running, [$1 + 12];
+    sub.s32 polls, polls, 1;
+    setp.eq.s32 waits, running, programs;
+    setp.gt.and.s32 waits, polls, 0, waits;
+    @waits bra WAIT;
+DONE:
+}""")
 
 
 @gluon.jit
@@ -30,43 +55,25 @@ def start_pace(num_tiles_ptr):
 
 
 @gluon.jit
-def read_marks(num_tiles_ptr):
-    """Return the number of marks passed by all producers. `pass_mark` uses it a step later, when it has arrived."""
-    return gl.load(num_tiles_ptr + PASSED, volatile=True)
-
-
-@gluon.jit
-def pass_mark(
+def keep_pace(
     num_tiles_ptr,
     mark,  # number of marks that this producer has passed
-    passed,  # result of `read_marks` during the step before
+    passes,  # whether it passes a mark before this step
+    is_next,  # whether it passes a mark before the next step
+    passed,  # result of the step before
 ):
-    """Pass a mark. First wait until all producers together have passed `mark` marks each, on average."""
-    gl.atomic_add(num_tiles_ptr + PASSED, 1, sem="relaxed", scope="gpu")
-    target = mark * gl.num_programs(0) - 1  # `passed` lacks the mark just counted
-    running = gl.num_programs(0)
-    polls = 0
-    while passed < target and running == gl.num_programs(0) and polls < MOST_POLLS:
-        passed = read_marks(num_tiles_ptr)
-        running = gl.load(num_tiles_ptr + RUNNING, volatile=True)
-        polls += 1
-
-
-@gluon.jit
-def keep_pace(num_tiles_ptr, step, passed):
-    """Pass a mark every MARK_STEPS steps. Return `passed` for the next step. Without a table, do nothing."""
+    """Before a mark, wait until the producers have passed `mark` marks on average. Return the count of all marks, which
+    is read a step ahead, so that it has arrived when it is needed. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        if step % MARK_STEPS == MARK_STEPS - 1:
-            passed = read_marks(num_tiles_ptr)
-        if step % MARK_STEPS == 0:
-            pass_mark(num_tiles_ptr, step // MARK_STEPS, passed)
+        target = (mark * gl.num_programs(0) - 1) * THREADS  # one less than all: `passed` lacks the producer's own mark
+        operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
+        passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
     return passed
 
 
 @gluon.jit
-def end_pace(num_tiles_ptr):
-    """Count a producer as ended. The last one resets the counters. Without a table, do nothing."""
+def end_pace(num_tiles_ptr, num_marks):
+    """Count a producer as ended, and take back its marks. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        running = gl.atomic_add(num_tiles_ptr + RUNNING, -1, sem="acq_rel", scope="gpu")
-        if running == 1:
-            gl.store(num_tiles_ptr + PASSED, 0)
+        gl.atomic_add(num_tiles_ptr + RUNNING, -1, sem="relaxed", scope="gpu")
+        gl.atomic_add(num_tiles_ptr + PASSED, -THREADS * num_marks, sem="relaxed", scope="gpu")

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ....runtime.gluon import aggregate
 from .operand_blocks import accumulator
-from .pace import end_pace, pass_mark, read_marks, start_pace
+from .pace import end_pace, keep_pace, start_pace
 from .ring import (
     ROW_BOUND,
     buffers,
@@ -93,12 +93,10 @@ def _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K: 
     start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
-        pass_mark(num_tiles_ptr, turn, passed)
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
         num_steps = steps_for(tiles, num_rows)
         for i in range(num_steps):
-            if i == num_steps - 1:
-                passed = read_marks(num_tiles_ptr)
+            passed = keep_pace(num_tiles_ptr, turn, i == 0, i == num_steps - 1, passed)
             row = min(0x40000000 - num_rows + i * tiles.block_r, 0x40000000)
             a_at = [ROW_BOUND, end, row, k_tile * BLOCK_K]
             load_step(ring, step, a_desc, a_at, dout_desc, [ROW_BOUND, end, row, n_tile * BLOCK_N])
@@ -107,7 +105,7 @@ def _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K: 
         n_tile = next_n
         num_rows = next_rows
         end = next_end
-    end_pace(num_tiles_ptr)
+    end_pace(num_tiles_ptr, turns(tiles))
 
 
 @gluon.jit
@@ -137,7 +135,6 @@ def _produce_gathered(
     start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
-        pass_mark(num_tiles_ptr, turn, passed)
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
         column = (k_tile if GATHER_A else n_tile) * COLUMNS + c
         other_column = (n_tile if GATHER_A else k_tile) * OTHER_COLUMNS
@@ -145,8 +142,7 @@ def _produce_gathered(
         token = gl.load(row_to_token_ptr + row, mask=row < end, other=0)
         num_steps = steps_for(tiles, num_rows)
         for i in range(num_steps):
-            if i == num_steps - 1:
-                passed = read_marks(num_tiles_ptr)
+            passed = keep_pace(num_tiles_ptr, turn, i == 0, i == num_steps - 1, passed)
             next_token = gl.load(row_to_token_ptr + row + tiles.block_r, mask=row + tiles.block_r < end, other=0)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
@@ -162,7 +158,7 @@ def _produce_gathered(
         n_tile = next_n
         num_rows = next_rows
         end = next_end
-    end_pace(num_tiles_ptr)
+    end_pace(num_tiles_ptr, turns(tiles))
 
 
 @gluon.jit
