@@ -29,7 +29,7 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block in the group; unused entries extend the tail
-    num_tiles: Tensor  # [4] int32: number of tiles without the tail, and with it; two zeros, counters of `hopper.pace`
+    num_tiles: Tensor  # [4] int32: number of tiles without the tail, and with it; two counters of `hopper/pace.py`
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int  # maximum number of rows of a tile
 

@@ -4,24 +4,29 @@ Programs that run at the same time share operand blocks. If some programs run fa
 block between its first and its last use, and the block is read from memory again. This costs time and energy.
 
 Each producer therefore passes a mark from time to time. A producer that is ahead of the average by more than one mark
-waits. The wait changes only when a result is computed, never the result.
+waits. The wait changes only when a result is computed, never the result, although the counters need atomic additions.
 
 A producer waits only while all programs of the grid run. If some programs cannot start, because another kernel occupies
-their SM, or have ended already, no producer waits. Every wait ends after 20000 reads, some 10 ms.
+their SM, or have ended already, a producer reads the counters once at a mark and goes on. No wait takes more than 20000
+reads, some 10 ms.
 
-`TileTable.num_tiles` holds two counters: the marks of the producers that run, and the number of these producers. Both
-are 0 between two kernels. If two kernels use one table at the same time, a producer at most waits too little.
+`TileTable.num_tiles` holds two counters: the marks of the running producers, counted once by each thread, and the
+number of these producers. Both are 0 between two kernels. If two kernels use one table at the same time, producers may
+wait too little or too long, but never longer than the limit.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .ring import PRODUCER_THREADS
+
 PASSED = gl.constexpr(2)  # places of the counters in `num_tiles`
 RUNNING = gl.constexpr(3)
-THREADS = gl.constexpr(128)  # threads of a producer; each of them counts a mark
 
-# In PTX, because a branch of a producer that depends on a number makes Triton 3.8 compute more values before the kernel
-# divides its warps. They then occupy registers of the consumers, which spill.
+# In PTX, which hides the branches. A producer that branches on a number known only at run time makes Triton 3.8 compute
+# more values before the kernel divides its warps. These values occupy registers of the consumers, which then spill.
+# All threads count, because choosing one thread also makes consumers spill. 8 and 12 are the byte offsets of PASSED and
+# RUNNING.
 _PASS = gl.constexpr("""{
     .reg .pred reads, passes, waits;
     .reg .b32 left, running, programs, polls;
@@ -58,14 +63,15 @@ def start_pace(num_tiles_ptr):
 def keep_pace(
     num_tiles_ptr,
     mark,  # number of marks that this producer has passed
-    passes,  # whether it passes a mark before this step
-    is_next,  # whether it passes a mark before the next step
-    passed,  # result of the step before
+    passes,  # whether the producer passes a mark before this step
+    is_next,  # whether the producer passes a mark before the next step
+    passed,  # result of the previous step
 ):
-    """Before a mark, wait until the producers have passed `mark` marks on average. Return the count of all marks, which
-    is read a step ahead, so that it has arrived when it is needed. Without a table, do nothing."""
+    """If `passes`, count a mark, and wait until the producers have passed `mark` marks each on average. If `is_next`,
+    read the count of marks, which arrives by the next step. Return the newest count. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        target = (mark * gl.num_programs(0) - 1) * THREADS  # one less than all: `passed` lacks the producer's own mark
+        # The count that was read before this step lacks the producer's own mark.
+        target = (mark * gl.num_programs(0) - 1) * PRODUCER_THREADS
         operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
         passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)
     return passed
@@ -76,4 +82,4 @@ def end_pace(num_tiles_ptr, num_marks):
     """Count a producer as ended, and take back its marks. Without a table, do nothing."""
     if num_tiles_ptr is not None:
         gl.atomic_add(num_tiles_ptr + RUNNING, -1, sem="relaxed", scope="gpu")
-        gl.atomic_add(num_tiles_ptr + PASSED, -THREADS * num_marks, sem="relaxed", scope="gpu")
+        gl.atomic_add(num_tiles_ptr + PASSED, -PRODUCER_THREADS * num_marks, sem="relaxed", scope="gpu")
