@@ -159,7 +159,7 @@ def write_tile_table(
         tl.store(bounds_ptr + G + 1, num_rows)
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        tl.store(num_tiles_ptr + 2, 0)
+        tl.store(num_tiles_ptr + 2, 0)  # this and the next are counters of `hopper/pace.py`
         tl.store(num_tiles_ptr + 3, 0)
     for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
         entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)

@@ -75,7 +75,8 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Replayed:
-    """The records of a function that launches kernels. The function mutates only `main_grad`, to which backward adds.
+    """The records of a function that launches kernels. Apart from counters of tile tables that the function leaves at
+    0, it mutates only `main_grad`, to which backward adds.
 
     The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
     `Record`. Every further call replays the record.

@@ -151,8 +151,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None) -> TileTable:
-        """Return the tile table in `args`, or a new one. Kernels use the table's `bounds`, `order` and
-        counters."""
+        """Return the tile table in `args`, or a new one. Kernels use its `bounds`, `order` and counters."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory)
         return args.tile_table

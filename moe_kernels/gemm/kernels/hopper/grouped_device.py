@@ -97,7 +97,7 @@ def _consume(
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, its
     # program would run ahead of programs that read the same data. The L2 cache would drop the data before the slower
-    # programs read the data. Reading the data from memory again costs more than skipping saves.
+    # programs read the data. Reading the data from memory again costs more than skipping saves. Measured without pace.
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles

@@ -13,6 +13,7 @@ MARK_STEPS = gl.constexpr(8)  # number of steps from one mark of the pace to the
 
 @gluon.jit
 def _pace(num_tiles_ptr, step, passed):
+    """Pass a mark every MARK_STEPS steps. `passed` and the result: see `keep_pace`."""
     is_next = step % MARK_STEPS == MARK_STEPS - 1
     return keep_pace(num_tiles_ptr, step // MARK_STEPS, step % MARK_STEPS == 0, is_next, passed)
 

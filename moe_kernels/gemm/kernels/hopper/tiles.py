@@ -13,7 +13,8 @@ MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one 
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
 # Half-width tiles recur periodically in the order of tiles, so some programs get more half-width tiles than others.
 # These programs run ever further ahead of programs that read the same data. If the L2 cache drops the data before the
-# slower programs read the data, the second read from memory costs more than half-width tiles save.
+# slower programs read the data, the second read from memory costs more than half-width tiles save. This number was
+# measured with kernels that keep no pace (`pace.py`).
 LONG_WORK = gl.constexpr(4400)
 
 

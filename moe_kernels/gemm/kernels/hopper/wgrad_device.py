@@ -309,7 +309,7 @@ def wgrad_kernel(
     num_gathered_columns,
     out_desc,  # [G, K, N], block [BLOCK_K / 2, BLOCK_N / 2]
     bounds_ptr,  # [G + 2]
-    num_tiles_ptr,  # [4]; for the pace
+    num_tiles_ptr,  # [4]; only the counters of `pace.py` are used
     order_ptr,  # [G]
     num_groups,
     num_columns,  # N
