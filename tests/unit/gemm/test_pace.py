@@ -13,8 +13,8 @@ from .kernel_arguments import shuffled
 
 pytestmark = pytest.mark.gpu
 
-ROWS, SIZE_K, SIZE_N = 8192, 1024, 2048
-OFFSETS = [0, 1000, 3100, 3100, 4000, 5500, 7000, 8100]
+ROWS, SIZE_K, SIZE_N = 12288, 1024, 2048
+OFFSETS = [0, 1500, 4650, 4650, 6000, 8250, 10500, 12150]
 
 
 def paced_kernels():
@@ -27,15 +27,18 @@ def paced_kernels():
     return get_kernels(metadata_filter=is_paced)
 
 
-def draw(kernel, device):
-    """Return arguments with a tile table, and with several tiles for each program."""
+def draw(kernel, device, shorter=1):
+    """Return arguments with a tile table, and with several tiles for each program. Divide the length of reductions by
+    `shorter`."""
     operands, design = kernel.metadata.operands, kernel.metadata.design
-    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device)
-    a = torch.randn(ROWS, SIZE_K, device=device).bfloat16()
-    options = {"tile_table": make_tile_table(offsets, ROWS, 128)}
-    if kernel.arguments_class is WgradArguments:
-        dout = torch.randn(ROWS, SIZE_N, device=device).bfloat16()
-        out = torch.empty(len(OFFSETS), SIZE_K, SIZE_N, device=device, dtype=torch.bfloat16)
+    is_wgrad = kernel.arguments_class is WgradArguments
+    rows, size_k = (ROWS // shorter, SIZE_K) if is_wgrad else (ROWS, SIZE_K // shorter)
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32, device=device) * rows // ROWS
+    a = torch.randn(rows, size_k, device=device).bfloat16()
+    options = {"tile_table": make_tile_table(offsets, rows, 128)}
+    if is_wgrad:
+        dout = torch.randn(rows, SIZE_N, device=device).bfloat16()
+        out = torch.empty(len(OFFSETS), size_k, SIZE_N, device=device, dtype=torch.bfloat16)
         if design.gather and design.tile_shape[0] < design.tile_shape[1]:
             a, options["a_row_to_token"] = shuffled(a)
         elif design.gather:
@@ -43,10 +46,10 @@ def draw(kernel, device):
         return WgradArguments(a, dout, out, **options)
     if design.gather:
         a, options["row_to_token"] = shuffled(a)
-    b = torch.randn(len(OFFSETS), SIZE_N, SIZE_K, device=device).bfloat16().transpose(1, 2)
+    b = torch.randn(len(OFFSETS), SIZE_N, size_k, device=device).bfloat16().transpose(1, 2)
     if operands.B.layout == "row":
         b = b.contiguous()
-    return GroupedGemmArguments(a, b, torch.empty(ROWS, SIZE_N, device=device, dtype=torch.bfloat16), **options)
+    return GroupedGemmArguments(a, b, torch.empty(rows, SIZE_N, device=device, dtype=torch.bfloat16), **options)
 
 
 def milliseconds(run):
@@ -68,6 +71,15 @@ def test_a_producer_waits_and_gives_up(device):
         args.out.fill_(torch.nan)
         assert milliseconds(lambda kernel=kernel, args=args: kernel.run(args)) > 5
         assert torch.equal(args.out, expected), kernel.metadata.kernel_name
+        assert args.tile_table.num_tiles[2:].tolist() == [-(10**6), 0]
+
+
+def test_short_reductions_do_not_wait(device):
+    for kernel in paced_kernels():
+        args = draw(kernel, device, shorter=4)
+        kernel.run(args)
+        args.tile_table.num_tiles[2] = -(10**6)
+        assert milliseconds(lambda kernel=kernel, args=args: kernel.run(args)) < 5
         assert args.tile_table.num_tiles[2:].tolist() == [-(10**6), 0]
 
 

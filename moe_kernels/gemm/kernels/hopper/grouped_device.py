@@ -7,9 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .finished import Bias, Finished, load_bias, num_parts, plus_bias, unchanged, waiting, write_last, write_part
 from .operand_blocks import accumulator, multiply, produce
 from .ring import buffers, gather_buffers, halves, make_ring, packed, pinned, release_previous, wait_step
-from .tiles import LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
-
-LONG_REDUCTION = gl.constexpr(16)  # number of steps below which a warpgroup skips tiles without rows for the warpgroup
+from .tiles import LONG_REDUCTION, LONG_WORK, Tiles, row_tile_at, tile_at, walk, with_walk
 
 
 @gluon.jit

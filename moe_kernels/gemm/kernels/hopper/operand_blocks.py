@@ -5,17 +5,30 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 from .pace import end_pace, keep_pace, start_pace
-from .ring import free_slot, gather_block, gather_layout, load_block, load_step, moved, wait_step
-from .tiles import tile_at, with_walk
+from .ring import free_slot, gather_block, gather_layout, load_block, load_step, moved, opaque, wait_step
+from .tiles import LONG_REDUCTION, tile_at, with_walk
 
 MARK_STEPS = gl.constexpr(8)  # number of steps from one mark of the pace to the next
 
 
 @gluon.jit
-def _pace(num_tiles_ptr, step, passed):
-    """Pass a mark every MARK_STEPS steps. `passed` and the result: see `keep_pace`."""
-    is_next = step % MARK_STEPS == MARK_STEPS - 1
-    return keep_pace(num_tiles_ptr, step // MARK_STEPS, step % MARK_STEPS == 0, is_next, passed)
+def _is_paced(tiles):
+    # Without `opaque`, Triton 3.8 computes this value for all warps, and consumers spill.
+    return opaque(tiles.num_steps) >= LONG_REDUCTION
+
+
+@gluon.jit
+def _pace(num_tiles_ptr, is_paced, step, passed):
+    """If `is_paced`, pass a mark every MARK_STEPS steps. `passed` and the result: see `keep_pace`."""
+    passes = is_paced & (step % MARK_STEPS == 0)
+    is_next = is_paced & (step % MARK_STEPS == MARK_STEPS - 1)
+    return keep_pace(num_tiles_ptr, step // MARK_STEPS, passes, is_next, passed)
+
+
+@gluon.jit
+def _num_marks(is_paced, num_steps):
+    """Return the number of marks that `_pace` passes in `num_steps` steps."""
+    return is_paced.to(gl.int32) * ((num_steps + MARK_STEPS - 1) // MARK_STEPS)
 
 
 @gluon.jit
@@ -47,24 +60,25 @@ def _produce_contiguous(
     tiles = with_walk(tiles)
     step = 0
     passed = 0
+    is_paced = _is_paced(tiles)
     start_pace(num_tiles_ptr)
     # A tile's position is loaded one tile ahead, so that no copy waits for the position.
     group, row, _, column = tile_at(tiles, gl.program_id(0))
     for tile in range(gl.program_id(0), tiles.num_row_tiles * tiles.num_column_tiles, gl.num_programs(0)):
         next_group, next_row, _, next_column = tile_at(tiles, tile + gl.num_programs(0))
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
-            passed = _pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, is_paced, step, passed)
             load_step(ring, step, a_desc, [row, k], b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
-            passed = _pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, is_paced, step, passed)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
             load_step(ring, step, extra_a_desc, [row, extra * BLOCK_K], extra_b_desc, b_at)
             step += 1
         group = next_group
         row = next_row
         column = next_column
-    end_pace(num_tiles_ptr, (step + MARK_STEPS - 1) // MARK_STEPS)
+    end_pace(num_tiles_ptr, _num_marks(is_paced, step))
 
 
 @gluon.jit
@@ -95,6 +109,7 @@ def _produce_gathered(
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
     passed = 0
+    is_paced = _is_paced(tiles)
     start_pace(num_tiles_ptr)
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     # Rows past the end of the group repeat the group's last row, and their results are not written.
@@ -104,14 +119,14 @@ def _produce_gathered(
         next_token = gl.load(row_to_token_ptr + gl.minimum(next_row + r, max(next_end - 1, 0)))
         pointers = a_ptr + (token * a_stride)[:, None] + c[None, :]
         for k in range(0, (tiles.num_steps - EXTRA_STEPS) * BLOCK_K, BLOCK_K):
-            passed = _pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, is_paced, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             load_block(ready, b_desc, _b_at(group, column, k, B_COLUMN, GATED, BLOCK_N), ring.b.index(slot))
             gather_block(ready, moved(pointers, k), (c < depth - k)[None, :], ring.a.index(slot))
             step += 1
         for extra in gl.static_range(EXTRA_STEPS):
-            passed = _pace(num_tiles_ptr, step, passed)
+            passed = _pace(num_tiles_ptr, is_paced, step, passed)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
             b_at = _b_at(group, column, extra * BLOCK_K, B_COLUMN, GATED, BLOCK_N)
@@ -128,7 +143,7 @@ def _produce_gathered(
         end = next_end
         token = next_token
         column = next_column
-    end_pace(num_tiles_ptr, (step + MARK_STEPS - 1) // MARK_STEPS)
+    end_pace(num_tiles_ptr, _num_marks(is_paced, step))
 
 
 @gluon.jit

@@ -10,6 +10,10 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one group per lane
 
+# A reduction with at least this number of steps is long. In long reductions, programs keep pace (`pace.py`). In shorter
+# reductions, the marks cost more than pace saves.
+LONG_REDUCTION = gl.constexpr(16)
+
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
 # Half-width tiles recur periodically in the order of tiles, so some programs get more half-width tiles than others.
 # These programs run ever further ahead of programs that read the same data. If the L2 cache drops the data before the

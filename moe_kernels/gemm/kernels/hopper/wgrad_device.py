@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ....runtime.gluon import aggregate
 from .operand_blocks import accumulator
-from .pace import end_pace, keep_pace, start_pace
+from .pace import NOT_READ, end_pace, keep_pace, start_pace
 from .ring import (
     ROW_BOUND,
     buffers,
@@ -18,12 +18,13 @@ from .ring import (
     load_block,
     load_step,
     make_ring,
+    opaque,
     pinned,
     release_previous,
     wait_step,
     write,
 )
-from .tiles import LONG_WORK
+from .tiles import LONG_REDUCTION, LONG_WORK
 
 
 @aggregate
@@ -77,26 +78,32 @@ def tile_at(tiles, turn):
 
 
 @gluon.jit
+def average_steps(tiles):
+    """Return the groups' average number of reduction steps."""
+    num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
+    return gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)
+
+
+@gluon.jit
 def steps_for(tiles, num_rows):
     """Return the number of reduction steps of a group: at least two, because the first two steps each write half of the
     previous tile. Steps past the end of the group read zeros."""
     # Triton 3.6.0 treats a value carried from tile to tile as dead if only the bound of an inner loop uses the value.
     # All tiles then get the first tile's value. Passing the value through assembly counts as a use.
-    num_rows = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [num_rows], dtype=gl.int32, is_pure=False, pack=1)
-    return max((num_rows + tiles.block_r - 1) // tiles.block_r, 2)
+    return max((opaque(num_rows) + tiles.block_r - 1) // tiles.block_r, 2)
 
 
 @gluon.jit
 def _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K: gl.constexpr, BLOCK_N: gl.constexpr):
     step = 0
-    passed = 0
+    is_paced = average_steps(tiles) >= LONG_REDUCTION
     start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
+        keep_pace(num_tiles_ptr, turn, is_paced, gl.to_tensor(False), NOT_READ)
         num_steps = steps_for(tiles, num_rows)
         for i in range(num_steps):
-            passed = keep_pace(num_tiles_ptr, turn, i == 0, i == num_steps - 1, passed)
             row = min(0x40000000 - num_rows + i * tiles.block_r, 0x40000000)
             a_at = [ROW_BOUND, end, row, k_tile * BLOCK_K]
             load_step(ring, step, a_desc, a_at, dout_desc, [ROW_BOUND, end, row, n_tile * BLOCK_N])
@@ -105,7 +112,7 @@ def _produce_contiguous(tiles, num_tiles_ptr, ring, a_desc, dout_desc, BLOCK_K: 
         n_tile = next_n
         num_rows = next_rows
         end = next_end
-    end_pace(num_tiles_ptr, turns(tiles))
+    end_pace(num_tiles_ptr, is_paced.to(gl.int32) * turns(tiles))
 
 
 @gluon.jit
@@ -131,18 +138,18 @@ def _produce_gathered(
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
-    passed = 0
+    is_paced = average_steps(tiles) >= LONG_REDUCTION
     start_pace(num_tiles_ptr)
     _, k_tile, n_tile, num_rows, end = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
         _, next_k, next_n, next_rows, next_end = tile_at(tiles, turn + 1)
+        keep_pace(num_tiles_ptr, turn, is_paced, gl.to_tensor(False), NOT_READ)
         column = (k_tile if GATHER_A else n_tile) * COLUMNS + c
         other_column = (n_tile if GATHER_A else k_tile) * OTHER_COLUMNS
         row = end - num_rows + r
         token = gl.load(row_to_token_ptr + row, mask=row < end, other=0)
         num_steps = steps_for(tiles, num_rows)
         for i in range(num_steps):
-            passed = keep_pace(num_tiles_ptr, turn, i == 0, i == num_steps - 1, passed)
             next_token = gl.load(row_to_token_ptr + row + tiles.block_r, mask=row + tiles.block_r < end, other=0)
             slot = free_slot(ring, step)
             ready = ring.full.index(slot)
@@ -158,7 +165,7 @@ def _produce_gathered(
         n_tile = next_n
         num_rows = next_rows
         end = next_end
-    end_pace(num_tiles_ptr, turns(tiles))
+    end_pace(num_tiles_ptr, is_paced.to(gl.int32) * turns(tiles))
 
 
 @gluon.jit
@@ -272,9 +279,7 @@ def _consume(
     left, right = halves(total.to(out_desc.dtype))
     # No tile is finished yet. `at` is past the last group, where the hardware clips, so the first writes do nothing.
     at = Finished(tiles.num_tiles, gl.to_tensor(0), gl.to_tensor(0))
-    num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
-    steps_of_tile = gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)  # average number of steps
-    halves_tiles = tiles.num_tiles // gl.num_programs(0) * steps_of_tile < LONG_WORK
+    halves_tiles = tiles.num_tiles // gl.num_programs(0) * average_steps(tiles) < LONG_WORK
     step = 0
     next_group, next_k, next_n, next_rows, _ = tile_at(tiles, 0)
     for turn in range(turns(tiles)):
