@@ -20,7 +20,6 @@ from ..gemm.tile_table import (
     make_tile_table,
     num_table_programs,
     table_blocks,
-    tile_capacity,
     write_tile_table,
 )
 from ..runtime.checks import check_dtype, check_shapes
@@ -28,7 +27,7 @@ from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort, tl, triton
-from ..types import Permutation, TileTable
+from ..types import Permutation, TileTable, tile_capacity
 
 MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's tiles

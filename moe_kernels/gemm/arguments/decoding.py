@@ -104,4 +104,5 @@ class DecodingGemmArguments(Arguments):
             or self._expect("extra_a", num_rows, rank, dtype=self.A.dtype)
             or self._expect("extra_b", num_groups, rank, num_columns, dtype=self.A.dtype)
             or ("Operand `tile_table`: expected one, got None" if self.tile_table is None else None)
+            or self._expect_table(num_groups, num_rows)
         )

@@ -29,7 +29,6 @@ class GroupedGemmArguments(RowArguments):
     extra_a [R, r], extra_b [G, r, N].
     """
 
-    operand_names = ("A", "B", "out")
     optional_operands: ClassVar[tuple[str, ...]] = ("bias", "row_scale", "scale_a", "scale_b", "extra_a", "extra_b")
     tensors = ("A", "B", "out", "offsets", "row_to_token", "preactivation", *optional_operands)
 
@@ -166,4 +165,5 @@ class WgradArguments(Arguments):
             or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
             or self._expect_contiguous("a_row_to_token", "dout_row_to_token")
             or self._expect_one_of("offsets", "tile_table")
+            or self._expect_table(num_groups, num_rows)
         )

@@ -182,6 +182,26 @@ def test_status_names_the_operand(changes, error):
         kernel.run(args)
 
 
+@pytest.mark.parametrize("form", ["grouped", "wgrad"])
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("bounds", lambda t: t[1:], "expected shape [5], got [4]"),
+        ("tiles", lambda t: t[1:], "expected shape [4, 2], got [3, 2]"),
+        ("num_tiles", lambda t: t[:2], "expected shape [4], got [2]"),  # kernels write to the counters
+        ("order", lambda t: t.long(), "expected contiguous int32 on cpu, got torch.int64 on cpu"),
+        ("order", lambda t: t[:, None].repeat(1, 2)[:, 0], "expected contiguous int32 on cpu, got torch.int32 on cpu"),
+    ],
+)
+def test_a_tile_table_fits(form, name, change, error):
+    args = ARGUMENTS[form]("cpu", torch.float32)
+    kernel, table = float32_kernel(type(args)), reference.tile_table(args.offsets, 40, 128)
+    assert kernel.supports(dataclasses.replace(args, tile_table=table))
+    wrong = table._replace(**{name: change(getattr(table, name))})
+    status = kernel.supports(dataclasses.replace(args, tile_table=wrong))
+    assert status.error.startswith(f"Operand `tile_table.{name}`: {error}")
+
+
 def test_status_of_other_forms():
     gemm = float32_kernel(GemmArguments)
     zeros = torch.zeros
