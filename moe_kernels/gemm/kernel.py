@@ -89,6 +89,7 @@ class Design:
     persistent: bool = False
     tma: bool = False
     group_tiles: int = 8  # number of row tiles computed per column tile before the next column tile, for reuse in L2
+    programs_per_sm: int = 1  # maximum number of programs per SM, in kernels for lists of products
 
     def blocks(self, axes: str) -> dict[str, int]:
         """Return the tile's sizes as options, in the order of `axes`: "MNK" gives BLOCK_M, BLOCK_N and BLOCK_K."""

@@ -85,21 +85,6 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
     return {"PRODUCER_REGISTERS": producer, "CONSUMER_REGISTERS": consumer}
 
 
-def scaled_registers(gather: bool) -> dict[str, int]:
-    """Return the registers per thread of the producer and one consumer, for the kernel with block scales.
-
-    A consumer must have at most 224 registers. With more registers, ptxas computes both halves of a tile at once and
-    spills in every step of the reduction.
-    """
-    return {"PRODUCER_REGISTERS": 64 if gather else 56, "CONSUMER_REGISTERS": 224}
-
-
-def gradient_registers(gather: bool) -> dict[str, int]:
-    """Return the registers per thread of the producer and one consumer, for the kernel that computes an activation's
-    gradient in tiles of half width."""
-    return {"PRODUCER_REGISTERS": 72 if gather else 32, "CONSUMER_REGISTERS": 216 if gather else 240}
-
-
 def compiler_options() -> dict[str, Any]:
     """Return the options that make Triton 3.9 schedule for few registers. Without the options, kernels with a plain
     activation spill ten times as much."""

@@ -15,21 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels import Activation, Permutation
-from moe_kernels.experts.fused import (
-    PRECISIONS,
-    RECOMPUTE,
-    RoutedExperts,
-    check_fp8_sizes,
-    compute_experts,
-    compute_routed,
-)
-from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
+from moe_kernels.experts.fused import RoutedExperts, compute_experts, compute_routed
 from moe_kernels.runtime.pytorch import any_autocast_is_enabled
 from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertAdapters, ExpertWeights, ScaledForms
 
 from ..autocast import call_with_autocast_rules
-from ..checks import check_choice, check_positive
 from ..routing.router import TopKRouter
 from .kept_fp8 import KeptForms
 from .lora.adapters import ActiveAdapter, ExpertLoRA, active_adapters, any_dropout, joined
@@ -58,7 +49,7 @@ class ExpertRows(NamedTuple):
 class GroupedExperts(nn.Module):
     """`num_experts` feed-forwards `w_down @ activation(w_up @ token)`, computed for all tokens together.
 
-    `MoEConfig`, `RouterSpec` and `MoEFeedForward` document the arguments of the same names.
+    `MoEConfig`, `RouterSpec` and `MoEFeedForward` document the arguments of the same names, and check them.
 
     Attributes:
         adds_to_main_grad: backward adds the gradients of `w_up` and `w_down` to the float32 tensors `w_up.main_grad`
@@ -66,10 +57,6 @@ class GroupedExperts(nn.Module):
             float32, adds to `main_grad` and rounds only the new sum. Hooks of these weights get no gradient, and
             `DistributedDataParallel` does not average `main_grad`, so the caller must average `main_grad`. Default:
             False. The attribute may be changed at any time.
-
-    Raises:
-        ValueError: a size is not positive, a name is unknown, or `precision` is set and d_model or d_ff is not a
-            multiple of 16.
     """
 
     def __init__(
@@ -82,7 +69,6 @@ class GroupedExperts(nn.Module):
         bias: bool = False,
         weight_on_input: bool = False,
         recompute: str | None = None,
-        batch_invariant: bool = False,
         precision: str | None = None,
         init_std: float = 0.02,
         implementation: str | None = None,
@@ -90,12 +76,6 @@ class GroupedExperts(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_positive("GroupedExperts", d_model=d_model, d_ff=d_ff, num_experts=num_experts)
-        check_choice("GroupedExperts", "implementation", implementation, (*IMPLEMENTATIONS, None))
-        check_choice("GroupedExperts", "recompute", recompute, RECOMPUTE)
-        check_choice("GroupedExperts", "precision", precision, PRECISIONS)
-        if precision is not None:
-            check_fp8_sizes("GroupedExperts", d_model, d_ff)
         self.num_experts = num_experts
         # A function (name, parameter distributed over ranks) -> this rank's part. None without expert parallelism.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
@@ -106,7 +86,7 @@ class GroupedExperts(nn.Module):
         self.activation = as_activation("GroupedExperts", activation)
         self.weight_on_input = weight_on_input
         self.recompute = recompute
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = False
         self.precision = precision  # may be changed at any time
         self.kept_forms = KeptForms()
         self.init_std = init_std

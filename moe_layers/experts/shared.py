@@ -7,11 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels import Activation, RouterSpec, apply_activation, fused_experts, linear_routing, sort_by_expert
-from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 from moe_kernels.specs import as_activation
 
 from ..autocast import call_with_autocast_rules
-from ..checks import check_choice, check_positive
 
 _GATE = RouterSpec(score="sigmoid", normalize=False)  # routing weight = sigmoid(w_gate @ token)
 
@@ -23,13 +21,8 @@ class SharedExpert(nn.Module):
 
     Args:
         gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D].
-        batch_invariant: a token's output and gradient do not depend on the other tokens, bit for bit. The gate is then
-            computed in float32.
         init_std: initial standard deviation of the weights.
         implementation: "triton", "reference", or None to choose by device.
-
-    Raises:
-        ValueError: a size is not positive, or a name is unknown.
     """
 
     def __init__(
@@ -39,17 +32,14 @@ class SharedExpert(nn.Module):
         *,
         activation: str | Activation = "swiglu",
         gate: bool = False,
-        batch_invariant: bool = False,
         init_std: float = 0.02,
         implementation: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ):
         super().__init__()
-        check_positive("SharedExpert", d_model=d_model, d_ff=d_ff)
-        check_choice("SharedExpert", "implementation", implementation, (*IMPLEMENTATIONS, None))
         self.activation = as_activation("SharedExpert", activation)
-        self.batch_invariant = batch_invariant
+        self.batch_invariant = False
         self.init_std = init_std
         self.implementation = implementation
         d_up = (1 + self.activation.gated) * d_ff
@@ -78,7 +68,8 @@ class SharedExpert(nn.Module):
         return out * torch.sigmoid(functional.linear(tokens, *w_gate)) if w_gate else out
 
     def _as_routed_expert(self, tokens: Tensor, w_up: Tensor, w_down: Tensor, *w_gate: Tensor) -> Tensor:
-        """Compute with batch-invariant ops, as the only expert of a routed layer. The gate is the routing weight."""
+        """Compute with batch-invariant ops, as the only expert of a routed layer. The gate is the routing weight and is
+        computed in float32."""
         options = {"batch_invariant": True, "implementation": self.implementation}
         if w_gate:
             weights = linear_routing(tokens, w_gate[0], 1, _GATE, **options).topk_weights

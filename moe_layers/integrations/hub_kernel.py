@@ -59,22 +59,6 @@ from .recognition import recognise_gated, recognise_plain
 _ACTIVATION = "_moe_layers_activation"  # attribute of an experts module, from its first call
 
 
-def experts_forward(experts, hidden_states, top_k_index, top_k_weights):
-    """Compute an experts module of transformers from `gate_up_proj` or `up_proj`, `down_proj` and their biases."""
-    _recognise_once(experts)
-    gated = getattr(experts, "has_gate", True)
-    name = "gate_up_proj" if gated else "up_proj"
-    up, down = getattr(experts, name), experts.down_proj
-    if getattr(experts, "is_transposed", False):
-        up, down = up.transpose(1, 2), down.transpose(1, 2)
-    biases = (None, None)
-    if getattr(experts, "has_bias", False):
-        biases = getattr(experts, name + "_bias"), experts.down_proj_bias
-    weights = top_k_weights if top_k_weights.dtype == torch.float64 else top_k_weights.float()
-    parts, activation = ExpertWeights(up, down, *biases), getattr(experts, _ACTIVATION)
-    return compute_chosen(hidden_states, top_k_index.int(), weights, parts, activation=activation)
-
-
 @called_while_traced
 def _recognise_once(experts):
     if hasattr(experts, _ACTIVATION):
@@ -90,7 +74,8 @@ def _recognise_once(experts):
 
 
 class MoEExperts(nn.Module):
-    """The forward of an experts module: returns each token's weighted sum over its experts."""
+    """The forward of an experts module of transformers. It reads `gate_up_proj` or `up_proj`, `down_proj` and their
+    biases, and returns each token's weighted sum over its experts."""
 
     can_torch_compile = True
     has_backward = True
@@ -101,7 +86,18 @@ class MoEExperts(nn.Module):
         top_k_index: Tensor,  # [T, K]
         top_k_weights: Tensor,  # [T, K]
     ) -> Tensor:  # [T, D]
-        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        _recognise_once(self)
+        gated = getattr(self, "has_gate", True)
+        name = "gate_up_proj" if gated else "up_proj"
+        up, down = getattr(self, name), self.down_proj
+        if getattr(self, "is_transposed", False):
+            up, down = up.transpose(1, 2), down.transpose(1, 2)
+        biases = (None, None)
+        if getattr(self, "has_bias", False):
+            biases = getattr(self, name + "_bias"), self.down_proj_bias
+        weights = top_k_weights if top_k_weights.dtype == torch.float64 else top_k_weights.float()
+        parts, activation = ExpertWeights(up, down, *biases), getattr(self, _ACTIVATION)
+        return compute_chosen(hidden_states, top_k_index.int(), weights, parts, activation=activation)
 '''
 
 _CARD = """---

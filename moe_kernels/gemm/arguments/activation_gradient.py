@@ -25,7 +25,6 @@ class ActivationGradientArguments(RowArguments):
     Rows past the last group are not written. `out` may be the tensor `preactivation`.
     """
 
-    operand_names = ("A", "B", "out")
     tensors = ("A", "B", "out", "preactivation", "weighted", "row_weights", "row_sums", "offsets", "row_to_token")
 
     A: Tensor  # [R, K]; [T, K] with row_to_token

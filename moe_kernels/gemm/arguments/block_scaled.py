@@ -26,7 +26,6 @@ class BlockScaledGemmArguments(RowArguments):
     A[r, k] has the scale scale_a[r, k // 128]. B[g, k, n] has the scale scale_b[g, k // 128, n // 128].
     """
 
-    operand_names = ("A", "B", "out")
     tensors = ("A", "B", "out", "scale_a", "scale_b", "offsets", "row_to_token")
 
     A: Tensor  # [R, K] e4m3; [T, K] with row_to_token

@@ -20,7 +20,6 @@ class GemmArguments(Arguments):
     """
 
     tensors = ("A", "B", "out")
-    operand_names = ("A", "B", "out")
 
     A: Tensor  # [M, K] or [L, M, K]
     B: Tensor  # [K, N] or [L, K, N]

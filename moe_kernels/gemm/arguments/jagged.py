@@ -22,7 +22,6 @@ class JaggedGemmArguments(Arguments):
     """
 
     tensors = ("A", "B", "out", "group_offsets")
-    operand_names = ("A", "B", "out")
 
     A: Tensor  # [R, K]
     B: Tensor  # [K, N]
@@ -57,14 +56,7 @@ class JaggedGemmArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        aligned = tuple(
-            tensor.data_ptr() % 16 == 0
-            and all(stride == 1 or stride * tensor.element_size() % 16 == 0 for stride in tensor.stride())
-            for tensor in self.operands.values()
-        )
-        contiguous = tuple(stride == 1 for tensor in self.operands.values() for stride in tensor.stride())
-        dtypes = self.A.dtype, self.B.dtype, self.A.device
-        return *dtypes, self.B.shape, self._rows(), self.epilogue, aligned, contiguous
+        return self.B.shape, self._rows(), self.epilogue, self._layouts()
 
     def table_key(self) -> str:
         layout = "row" if self.B.stride(1) == 1 else "column"

@@ -87,7 +87,6 @@ class GroupedGemmListArguments(Arguments):
     """
 
     tensors = ()
-    operand_names = ("A", "B", "out")
 
     A_list: Sequence[Tensor]  # [M, K] each
     B_list: Sequence[Tensor]  # [K, N] each

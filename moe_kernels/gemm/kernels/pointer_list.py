@@ -12,11 +12,11 @@ from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch
 from ...runtime.triton import tl, triton
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
-from ..kernel import GemmOperands, KernelMetadata, Operand, Status
+from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign, Status
 from .families import kernel_name
 from .float32_products import dot_precision
 from .pointer import activate, multiply_tile, out_operand, plain_forward
-from .problem_table import GroupedGemmListKernel, PointerArrayDesign, tile_origin, triton_dtype
+from .problem_table import GroupedGemmListKernel, tile_origin, triton_dtype
 
 
 @triton.jit
@@ -160,7 +160,7 @@ def _kernels(
     operands = GemmOperands(either_layout, either_layout, out)
     min_cc, first = FLOAT8_CC if dtype == FLOAT8 else 80, None
     for per_sm in choices:
-        design = PointerArrayDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)
+        design = PointerDesign(tile, warps, stages, persistent=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "pointer", dtype, design, f"p{per_sm}", epilogue)
         kernel = PointerArrayGemm(KernelMetadata(name, PointerArrayGemm, min_cc, operands, design, epilogue), first)
         first = first or kernel

@@ -11,7 +11,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +23,7 @@ from ...runtime.launch import Launch
 from ...runtime.triton import cdiv, tl, triton
 from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
-from ..kernel import Kernel, KernelMetadata, PointerDesign, Status, TmaDesign
+from ..kernel import Kernel, KernelMetadata, Status
 from .families import num_programs
 
 
@@ -58,20 +57,6 @@ def make_problem_table(
 
 def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
     return 8 * (len(args.A_list) * NUM_FIELDS + cdiv(args.survey.num_tiles(block_m, block_n), 2))
-
-
-@dataclass(frozen=True)
-class PointerArrayDesign(PointerDesign):
-    """The kernel loads operands from addresses in a table. Each SM runs at most `programs_per_sm` programs."""
-
-    programs_per_sm: int = 1
-
-
-@dataclass(frozen=True)
-class TmaArrayDesign(TmaDesign):
-    """Each program makes TMA descriptors on the device, from a problem table, once for each of its problems."""
-
-    programs_per_sm: int = 1
 
 
 class GroupedGemmListKernel(Kernel):

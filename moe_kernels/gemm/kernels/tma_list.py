@@ -11,10 +11,10 @@ from ...runtime.dispatch import FLOAT8
 from ...runtime.launch import DESCRIPTOR_BYTES, Launch
 from ...runtime.triton import tl, triton
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments
-from ..kernel import GemmOperands, KernelMetadata, Operand, Status
+from ..kernel import GemmOperands, KernelMetadata, Operand, Status, TmaDesign
 from .families import kernel_name
 from .pointer import out_operand
-from .problem_table import GroupedGemmListKernel, TmaArrayDesign, tile_origin, triton_dtype
+from .problem_table import GroupedGemmListKernel, tile_origin, triton_dtype
 
 
 @triton.jit
@@ -133,7 +133,7 @@ def _kernels(
     operands = GemmOperands(a, b, out)
     first = None
     for per_sm in choices:
-        design = TmaArrayDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
+        design = TmaDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
         # The smallest tile is not for Blackwell, where Triton 3.6 and 3.7 spill its registers.
         max_cc = 90 if tile == (64, 64, 64) else 103

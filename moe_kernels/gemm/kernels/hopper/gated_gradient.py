@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ....runtime.gluon import OBSTACLE, gradient_registers
+from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
@@ -73,7 +73,8 @@ class WarpSpecializedActivationGradient(RowTileKernel):
                 "PIECES": _PIECES,
                 "SPACING": _SPACING,
                 **launch_options(design),
-                **gradient_registers(design.gather),
+                "PRODUCER_REGISTERS": 72 if design.gather else 32,
+                "CONSUMER_REGISTERS": 216 if design.gather else 240,
             },
         )
 

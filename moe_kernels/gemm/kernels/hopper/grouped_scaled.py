@@ -6,7 +6,7 @@ import torch
 
 from ....reference_fp8 import BLOCK
 from ....runtime.dispatch import FLOAT8
-from ....runtime.gluon import OBSTACLE, scaled_registers
+from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
@@ -60,7 +60,10 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
             {
                 "ZERO_TAIL": int(args.zero_tail),
                 **launch_options(design, "MN"),
-                **scaled_registers(design.gather),
+                # With more than 224 registers, ptxas computes both halves of a tile at once and spills in every step of
+                # the reduction.
+                "PRODUCER_REGISTERS": 64 if design.gather else 56,
+                "CONSUMER_REGISTERS": 224,
             },
         )
 
