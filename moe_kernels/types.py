@@ -7,7 +7,7 @@ choice with the flat index t * K + k. A *row* is a slot moved to expert order.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,13 +32,6 @@ class TileTable(NamedTuple):
     num_tiles: Tensor  # [4] int32: number of tiles without the tail, and with it; two counters of `hopper/pace.py`
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int  # maximum number of rows of a tile
-
-
-def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the largest possible number of tiles. The last tile of each group, and of the rows past the last group,
-    may be partly filled."""
-    most: Any = torch.sym_min(num_groups + 1, num_rows)
-    return (num_rows - most) // block_rows + most
 
 
 class Permutation(NamedTuple):

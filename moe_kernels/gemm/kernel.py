@@ -294,8 +294,8 @@ class Kernel(abc.ABC):
             torch.autograd.graph.increment_version(args.outputs)
 
     def _require(self, args: Arguments) -> None:
-        if not (status := self.supports(args)):
-            raise ValueError(f"{self.metadata.kernel_name}: {status.error}")
+        if error := self.supports(args).error or args.table_error():
+            raise ValueError(f"{self.metadata.kernel_name}: {error}")
 
     def _into_workspace(self, args: Arguments, workspace: Tensor, assume_fits: bool) -> tuple[Arguments, Tensor]:
         """Return the arguments with their metadata in the workspace, and the part of the workspace for descriptors."""

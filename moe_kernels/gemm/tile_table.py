@@ -7,14 +7,14 @@ kernels that read a table access no memory out of bounds.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import next_power_of_2, tl, triton
-from ..types import TileTable, tile_capacity
+from ..types import TileTable
 
 MAX_GROUPS = 8192
 
@@ -27,6 +27,13 @@ def table_blocks(num_groups: int) -> dict[str, int]:
     little per entry, but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
+
+
+def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """Return the largest possible number of tiles. The last tile of each group, and of the rows past the last group,
+    may be partly filled."""
+    most: Any = torch.sym_min(num_groups + 1, num_rows)
+    return (num_rows - most) // block_rows + most
 
 
 def num_table_programs(capacity: int, num_groups: int) -> int:

@@ -20,6 +20,7 @@ from ..gemm.tile_table import (
     make_tile_table,
     num_table_programs,
     table_blocks,
+    tile_capacity,
     write_tile_table,
 )
 from ..runtime.checks import check_dtype, check_shapes
@@ -27,7 +28,7 @@ from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort, tl, triton
-from ..types import Permutation, TileTable, tile_capacity
+from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
 BLOCK_ROWS = 128  # default height of the tile table's tiles

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...runtime.row_layout import LINE_BYTES
-from ...types import TileTable, tile_capacity
+from ...types import TileTable
 
 
 def rows_bucket(num_rows: int, num_groups: int) -> int:
@@ -72,7 +72,7 @@ class Arguments(abc.ABC):
     epilogue: str | None  # name of the activation that the kernel applies to the product, or None
     tensors: ClassVar[tuple[str, ...]]  # names of the tensor fields; an optional field may hold None
     operand_names: ClassVar[tuple[str, ...]] = ("A", "B", "out")  # fields that KernelMetadata.operands describes
-    tile_table: TileTable | None  # tiles of the rows; always None in classes whose kernels need no table
+    tile_table: TileTable | None = None  # tiles of the rows; always None in classes whose kernels need no table
     __dataclass_fields__: ClassVar[dict[str, Any]]  # subclasses are dataclasses
 
     def __post_init__(self) -> None:
@@ -98,6 +98,26 @@ class Arguments(abc.ABC):
             if tensor is not None and tensor.device != self.A.device:
                 return f"Operand `{name}`: expected device {self.A.device} as A, got {tensor.device}"
         return self.shape_error()
+
+    def table_error(self) -> str | None:
+        """Return why the tile table does not fit, or None if it fits or is absent. `error` does not read the table,
+        because arguments with equal `selection_key` may have other tables."""
+        if (table := self.tile_table) is None:
+            return None
+        num_groups = self._num_table_groups()
+        shapes = {"bounds": (num_groups + 2,), "tiles": (*table.tiles.shape[:1], 2), "num_tiles": (4,)}
+        for name, shape in {**shapes, "order": (num_groups,)}.items():
+            tensor = getattr(table, name)
+            if tensor.shape != shape:
+                return f"Operand `tile_table.{name}`: expected shape {list(shape)}, got {list(tensor.shape)}"
+            if tensor.dtype != torch.int32 or tensor.device != self.A.device or not tensor.is_contiguous():
+                form = f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
+                return f"Operand `tile_table.{name}`: expected contiguous int32 on {self.A.device}, got {form}"
+        return None
+
+    def _num_table_groups(self) -> int:
+        """Return the number of groups of the tile table."""
+        return 1
 
     @abc.abstractmethod
     def shape_error(self) -> str | None:
@@ -139,21 +159,6 @@ class Arguments(abc.ABC):
                 return f"Operand `{name}`: expected contiguous, got strides {tensor.stride()}"
         return None
 
-    def _expect_table(self, num_groups: int, num_rows: int) -> str | None:
-        """Return the error in the tile table, or None if the table fits or is absent."""
-        if (table := self.tile_table) is None:
-            return None
-        least = tile_capacity(num_rows, num_groups, table.block_rows)
-        shapes = {"bounds": [num_groups + 2], "tiles": [max(len(table.tiles), least), 2], "num_tiles": [4]}
-        for name, shape in {**shapes, "order": [num_groups]}.items():
-            tensor = getattr(table, name)
-            if list(tensor.shape) != shape:
-                return f"Operand `tile_table.{name}`: expected shape {shape}, got {list(tensor.shape)}"
-            if tensor.dtype != torch.int32 or tensor.device != self.A.device or not tensor.is_contiguous():
-                form = f"{tensor.dtype} on {tensor.device} with strides {tensor.stride()}"
-                return f"Operand `tile_table.{name}`: expected contiguous int32 on {self.A.device}, got {form}"
-        return None
-
     def _expect_one_of(self, *names: str) -> str | None:
         if all(getattr(self, name) is None for name in names):
             return f"Operand `{names[0]}`: expected it or {names[1]}, got neither"
@@ -175,6 +180,9 @@ class RowArguments(Arguments):
     def num_rows(self) -> int:
         """Return the number of rows for which the kernel is chosen."""
         return self.out.shape[0] if self.assumed_rows is None else self.assumed_rows * self.B.shape[0]
+
+    def _num_table_groups(self) -> int:
+        return len(self.B)
 
     def _row_key(self) -> tuple[Any, ...]:
         """Return the part of `selection_key` that all subclasses share."""
@@ -207,5 +215,4 @@ class RowArguments(Arguments):
             or self._expect("row_to_token", num_rows, dtype=torch.int32)
             or self._expect_contiguous("row_to_token")
             or self._expect_one_of("offsets", "tile_table")
-            or self._expect_table(num_groups, num_rows)
         )

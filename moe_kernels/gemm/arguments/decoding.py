@@ -70,6 +70,9 @@ class DecodingGemmArguments(Arguments):
     def rows_per_group(self) -> int:
         return cdiv(self.out.shape[0], self.shape[0])
 
+    def _num_table_groups(self) -> int:
+        return self.B.shape[0]
+
     def selection_key(self) -> tuple[Any, ...]:
         return (
             self.shape,
@@ -104,5 +107,4 @@ class DecodingGemmArguments(Arguments):
             or self._expect("extra_a", num_rows, rank, dtype=self.A.dtype)
             or self._expect("extra_b", num_groups, rank, num_columns, dtype=self.A.dtype)
             or ("Operand `tile_table`: expected one, got None" if self.tile_table is None else None)
-            or self._expect_table(num_groups, num_rows)
         )

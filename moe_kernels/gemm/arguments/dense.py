@@ -38,6 +38,9 @@ class GemmArguments(Arguments):
         """Return the number of rows per matrix for which the kernel is chosen."""
         return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
 
+    def _num_table_groups(self) -> int:
+        return len(self.B) if self.B.dim() == 3 else 1
+
     def selection_key(self) -> tuple[Any, ...]:
         rows = (self.num_batches, self.A.dim(), self.rows_per_matrix, self.assumed_rows, self.out.shape[-2] == 0)
         one_behind_another = tuple(x.dim() == 2 or is_one_behind_another(x) for x in (self.A, self.out))

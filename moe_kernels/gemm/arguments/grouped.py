@@ -135,6 +135,9 @@ class WgradArguments(Arguments):
     def num_rows(self) -> int:
         return (self.A if self.a_row_to_token is None else self.a_row_to_token).shape[0]
 
+    def _num_table_groups(self) -> int:
+        return len(self.out)
+
     def selection_key(self) -> tuple[Any, ...]:
         sizes, num_rows = self.out.shape, self.num_rows
         return (
@@ -165,5 +168,4 @@ class WgradArguments(Arguments):
             or self._expect("dout_row_to_token", num_rows, dtype=torch.int32)
             or self._expect_contiguous("a_row_to_token", "dout_row_to_token")
             or self._expect_one_of("offsets", "tile_table")
-            or self._expect_table(num_groups, num_rows)
         )

@@ -3,9 +3,9 @@
 Programs that run at the same time share operand blocks. If some programs run far ahead of others, the L2 cache drops a
 block between its first and its last use, and the block is read from memory again. This costs time and energy.
 
-Each producer therefore passes a mark from time to time, if reductions are long (`LONG_REDUCTION`). A producer that is
-ahead of the average by more than one mark waits. The wait changes only when a result is computed, never the result,
-although the counters need atomic additions.
+Each producer therefore passes a mark from time to time, if reductions are long (`LONG_REDUCTION`), or long on average
+in a weight gradient. A producer that is ahead of the average by more than one mark waits. The wait changes only when a
+result is computed, never the result, although the counters need atomic additions.
 
 A producer waits only while all programs of the grid run. If some programs cannot start, because another kernel occupies
 their SM, or have ended already, a producer reads the counters once at a mark and goes on. No wait takes more than 20000
@@ -24,7 +24,8 @@ from .ring import PRODUCER_THREADS
 PASSED = gl.constexpr(2)  # places of the counters in `num_tiles`
 RUNNING = gl.constexpr(3)
 
-NOT_READ = gl.constexpr(-0x40000000)  # the count of marks, if no step before has read the count
+# Stands for the count of marks before the first read. It is so low that the producer reads the counters at the mark.
+NOT_READ = gl.constexpr(-0x40000000)
 
 # In PTX, which hides the branches. A producer that branches on a number known only at run time makes Triton 3.8 compute
 # more values before the kernel divides its warps. These values occupy registers of the consumers, which then spill.
@@ -66,14 +67,15 @@ def start_pace(num_tiles_ptr):
 def keep_pace(
     num_tiles_ptr,
     mark,  # number of marks that this producer has passed
-    passes,  # whether the producer passes a mark before this step
-    is_next,  # whether the producer passes a mark before the next step
-    passed,  # result of the previous step, or NOT_READ
+    passes,  # whether the producer passes a mark now
+    is_next,  # whether the producer passes a mark in the next call
+    passed,  # result of the previous call, or NOT_READ
 ):
     """If `passes`, count a mark, and wait until the producers have passed `mark` marks each on average. If `is_next`,
-    read the count of marks, which arrives by the next step. Return the newest count. Without a table, do nothing."""
+    read the count of marks, which arrives by the next call. Return the newest count. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        # The count that was read before this step lacks the producer's own mark.
+        # A count read in an earlier call lacks the producer's own mark. Later counts include it, which shortens the wait
+        # by one mark.
         target = (mark * gl.num_programs(0) - 1) * PRODUCER_THREADS
         operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
         passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -10,8 +10,9 @@ from ....runtime.gluon import aggregate
 
 MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one group per lane
 
-# A reduction with at least this number of steps is long. In long reductions, programs keep pace (`pace.py`). In shorter
-# reductions, the marks cost more than pace saves.
+# A reduction with at least this number of steps is long. In long reductions, programs keep pace (`pace.py`), and
+# warpgroups without rows in a tile multiply, too (`grouped_device.py`). In shorter reductions, both cost more than they
+# save.
 LONG_REDUCTION = gl.constexpr(16)
 
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.

@@ -79,7 +79,7 @@ def tile_at(tiles, turn):
 
 @gluon.jit
 def average_steps(tiles):
-    """Return the groups' average number of reduction steps."""
+    """Return the groups' average number of reduction steps, rounded down."""
     num_groups = tiles.num_tiles // (tiles.num_k_tiles * tiles.num_n_tiles)
     return gl.load(tiles.bounds_ptr + num_groups) // (num_groups * tiles.block_r)
 
