@@ -84,9 +84,9 @@ def planning(
     Inside the context, ops bypass autograd and do not replay recorded launches.
 
     Args:
-        target: a GPU to select for. With a target, nothing is launched, so operands may be meta tensors. None, the
-            default, selects for the operands' GPU and launches.
-        copies: fixed result of `choose_copies`. None, the default, lets that function choose.
+        target: a GPU to select kernels for. With a target, nothing is launched, so operands may be meta tensors. None,
+            the default, selects for the operands' GPU and launches.
+        copies: what `choose_copies` returns inside the context. None, the default: the function chooses.
         fuses: whether a GEMM may have an activation in its epilogue.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)

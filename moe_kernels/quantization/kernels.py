@@ -30,8 +30,9 @@ def decode_e4m3(byte):
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # Copy the 7 low bits of the e4m3 number to float32's lowest exponent and highest mantissa bits. The biases of
-        # the exponents, 7 and 127, differ by 120. The copied bits therefore encode the value divided by 2 ** 120.
+        # Copy the 4 exponent bits and 3 mantissa bits of the e4m3 number to the low end of float32's exponent and the
+        # high end of float32's mantissa. The biases of the exponents, 7 and 127, differ by 120. The copied bits
+        # therefore encode the value divided by 2 ** 120.
         bits = byte.to(tl.int32)
         value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
@@ -298,7 +299,8 @@ _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch
 
 
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
-    """Return (name, block, nested block or 0, decoding of scales or None) as one compile-time value."""
+    """Return (name of the format, block, `nested_block` or 0, how to decode integer scales) as one compile-time value.
+    The last is None for scales that kernels do not load as integers."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
     block = rows, columns or max(next_power_of_2(size_in), 256)  # 0 columns: a block covers the whole row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

@@ -28,7 +28,8 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D] that computes a chunk while it sends others.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. It computes all tokens in chunks. During the
+# computation of a chunk, other chunks are transferred.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 

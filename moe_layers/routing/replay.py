@@ -231,7 +231,7 @@ def _prepare(replays: list[_Replay]) -> None:
 
 
 def _check_choices(op: str, name: str, router: TopKRouter | AttachedRouter, choices: list[Tensor]) -> None:
-    """Raise ValueError if the number of experts is wrong or, on the CPU, an expert is out of range."""
+    """Raise ValueError if the number of experts per token is wrong or, on the CPU, an expert's id is too large."""
     for choice in choices:
         if router.num_slots is not None and choice.shape[1] != router.num_slots:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Reads whole tensors of a model one by one, adds adapters, and removes wrapper modules from the tensors' names."""
+"""Reads the tensors of a model one by one: gathered from all ranks, with adapters merged, without wrappers in names."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class GemmArguments(Arguments):
 
     @property
     def rows_per_matrix(self) -> int:
-        """Return the number of rows per matrix for which the kernel is chosen."""
+        """Return the number of rows per matrix that decides the kernel: `assumed_rows`, or else the actual number."""
         return self.out.shape[-2] if self.assumed_rows is None else self.assumed_rows
 
     def _num_table_groups(self) -> int:
-        return len(self.B) if self.B.dim() == 3 else 1
+        return self.num_batches
 
     def selection_key(self) -> tuple[Any, ...]:
         rows = (self.num_batches, self.A.dim(), self.rows_per_matrix, self.assumed_rows, self.out.shape[-2] == 0)

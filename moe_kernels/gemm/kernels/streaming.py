@@ -62,18 +62,18 @@ def _multiply(
 
 @triton.jit
 def _streaming_kernel(
-    a_ptr,
-    a_stride,  # [R or T, K], rows contiguous
+    a_ptr,  # [R or T, K], contiguous along K
+    a_stride,
     row_to_token_ptr,  # [R], or None
     b_ptr,  # [G, K, N], contiguous along K
     b_group_stride,
     b_stride,
     bias_ptr,  # [G, N], or None
     bias_strides,
-    product_ptr,
-    product_stride,  # [R, N]: out, or the preactivation if there is an activation
-    activated_ptr,
-    activated_stride,  # [R, N / 2], or None
+    product_ptr,  # [R, N]: out, or the preactivation if there is an activation
+    product_stride,
+    activated_ptr,  # [R, N / 2], or None
+    activated_stride,
     bounds_ptr,  # [G + 2]
     tiles_ptr,  # [capacity, 2]
     num_tiles_ptr,  # [4]

@@ -21,7 +21,7 @@ from .ragged import ragged_descriptor, store_ragged
 
 @triton.jit(do_not_specialize=["num_a_rows"])
 def _tma_kernel(
-    a_ptr,  # [R or T, K], rows contiguous
+    a_ptr,  # [R or T, K], contiguous along K
     a_stride,
     num_a_rows,
     row_to_token_ptr,  # [R], or None

@@ -26,10 +26,10 @@ def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
 
 @triton.jit
 def _tma_wgrad_kernel(
-    a_ptr,  # [R or T, K], rows contiguous
+    a_ptr,  # [R or T, K], contiguous along K
     a_stride,
     a_row_to_token_ptr,  # [R], or None
-    dout_ptr,  # [R or T, N], rows contiguous
+    dout_ptr,  # [R or T, N], contiguous along N
     dout_stride,
     dout_row_to_token_ptr,  # [R], or None
     out_ptr,  # [G, K, N], contiguous along N

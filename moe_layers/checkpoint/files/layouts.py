@@ -226,10 +226,11 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
     """Return the layout with this name, for writing.
 
     Args:
-        encoding: encoding of the matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: plain.
+        encoding: encoding of the matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: "", not
+            encoded.
 
     Raises:
-        ValueError: the name is unknown, or the layout has no tensors for gated experts, plain experts or biases.
+        ValueError: the name is unknown, or the layout has no tensors for this kind of experts or for their biases.
     """
     writable = [layout for layout in LAYOUTS if layout.encoding in ("", encoding)]
     names = tuple(dict.fromkeys(layout.name for layout in writable))

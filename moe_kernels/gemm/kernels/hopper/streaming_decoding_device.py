@@ -227,7 +227,7 @@ def streaming_kernel(
     IN: gl.constexpr,
     FORM: gl.constexpr,  # format of the weight: "fp8" or "mxfp4"
     NAN_255: gl.constexpr,  # whether the e8m0 scale 255 is NaN
-    TILE_ROWS: gl.constexpr,  # number of rows per tile of the table
+    TILE_ROWS: gl.constexpr,  # maximum number of rows of a tile in the tile table
     BLOCK_OUT: gl.constexpr,
     ROWS: gl.constexpr,
     CHUNKS: gl.constexpr,  # number of 64-byte chunks that a step reads from each row of the weight

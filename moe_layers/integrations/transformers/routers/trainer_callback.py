@@ -97,7 +97,7 @@ class RoutingCallback(TrainerCallback):
                 router.counts = True
             if router.balance_losses.any:
                 share = 1 / args.gradient_accumulation_steps
-                if router.num_tokens is not None:  # `num_tokens` already covers all accumulated calls
+                if router.num_tokens is not None:  # the divisor of the losses counts all accumulated calls
                     share = 1.0 if router.aux_loss_scale is None else router.aux_loss_scale
                 self._shares[name] = torch.as_tensor(share, device=router.weight.device)
 
