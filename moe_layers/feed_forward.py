@@ -317,9 +317,10 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
                 Default: x [..., S, D] with three or more axes holds sequences of length S.
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the number of tokens in this call.
-            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the K of the routing that
-                this layer returns. The id -1 means no expert. The router computes the weights of these experts. On a
-                CPU, ids beyond the experts raise ValueError. On a GPU, such ids are not reported and mean no expert.
+            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the router's number of
+                slots per token: top_k, unless an assignment sets another number. The id -1 means no expert. The router
+                computes the weights of these experts. On a CPU, ids beyond the experts raise ValueError. On a GPU, such
+                ids are not reported and mean no expert.
             router_input: the tensor that the router reads. Required with `MoEConfig.separate_router_input`, else None.
 
         Raises:

@@ -56,7 +56,7 @@ def _slot_sums_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """One program writes the row sums of BLOCK_S slots. Grid: (cdiv(T * K, BLOCK_S),)."""
+    """One program adds the C values of each slot's row, for BLOCK_S slots. Grid: (cdiv(T * K, BLOCK_S),)."""
     slot = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     row = tl.load(slot_to_row_ptr + slot, mask=slot < num_slots, other=-1).to(tl.int64)[:, None]
     total = tl.zeros((BLOCK_S, BLOCK_C), tl.float32)  # [BLOCK_S, BLOCK_C]

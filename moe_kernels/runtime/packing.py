@@ -53,7 +53,7 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 
 
 class Places(NamedTuple):
-    """Positions of the tensors in a sequence of values with given types."""
+    """Positions of the tensors in sequences whose values have the same types."""
 
     number: int  # a unique number for these types
     places: tuple[int, ...]

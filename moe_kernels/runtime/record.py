@@ -72,7 +72,8 @@ class Record:
         return [None if read is None else read(memory) for read in self._outputs]
 
     def _reader(self, ref: Ref) -> Callable[[list[Any]], Tensor]:
-        """Return a function that takes a run's `memory` and returns the tensor of `ref`: an entry or a view of it."""
+        """Return a function that takes a run's list `memory` and returns the tensor of `ref`: an entry of the list, or
+        a view of an entry."""
         place, offset, form = ref
         if offset == 0 and form == self._born[place]:
             return itemgetter(place)

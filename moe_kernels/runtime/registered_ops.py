@@ -165,8 +165,8 @@ class Op:
         """Register `setup_context(ctx, inputs, output)`, which forward calls, and `backward(ctx, *gradients)`.
 
         `backward` returns a tuple with a gradient or None for each parameter. With packed parameters, such as
-        NamedTuples, `inputs` is a `Call`, and `backward` returns a dictionary from leaf name to gradient. `needed`
-        returns the names of the leaves that need a gradient.
+        NamedTuples, `inputs` is a `Call`, and `backward` returns a dictionary from leaf name to gradient. `backward`
+        calls this op's `needed(ctx)` for the names of the leaves that need a gradient.
         """
         self._backward, self._setup_context = backward, setup_context
 

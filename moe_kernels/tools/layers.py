@@ -1,4 +1,4 @@
-"""Makes expert layers of given sizes, and lists their GEMMs in every combination of gather and epilogue to measure."""
+"""Makes expert layers of given sizes, and lists a layer's GEMMs to measure, with and without gathers and epilogues."""
 
 from __future__ import annotations
 

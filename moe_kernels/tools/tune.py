@@ -178,7 +178,8 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return a job that measures the kernels of a layer's GEMMs, then which gathers are faster as separate copies."""
+    """Return a job that measures the kernels of a layer's GEMMs. Then it times the layer to choose which gathers run as
+    separate copies."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)

@@ -42,7 +42,7 @@ class ExpertRows(NamedTuple):
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32
     permutation: Permutation | None  # order of the slots; None if a plan is given
-    offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
+    offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert if this rank's own slots are sorted
     plan: ChunkPlan | None = None  # None: compute all rows in one call
     route: Any = None  # data with which the dispatcher sends the outputs back
 

@@ -110,8 +110,8 @@ class AllToAllDispatcher(RankDispatcher):
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. Raise ValueError if any rank's values differ from `agreed`, those of this rank. On
-        GPUs with `max_rows_factor`, a device-side assertion fails instead."""
+        """Return each chunk's route. Raise ValueError if the values of any rank differ from `agreed`, this rank's
+        values. With `max_rows_factor`, a device-side assertion fails on GPUs instead."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])
@@ -129,7 +129,8 @@ class AllToAllDispatcher(RankDispatcher):
         ]
 
     def _send(self, chunk: _Outgoing, route: _Route, experts: ExpertsOfRank) -> tuple[AsyncCollective, AsyncCollective]:
-        """Start to send the slots. Return the transfers of weights [R, 1] and tokens [R, D] to local experts."""
+        """Start to send the slots to the ranks of their experts. Return the transfers of the weights [R, 1] and tokens
+        [R, D] that this rank receives."""
         top_k = max(route.slot_to_row.shape[1], 1)
         by_slot = chunk.order._replace(slot_to_row=route.slot_to_row.view(-1, 1), row_to_token=route.row_to_slot)
         by_token = chunk.order._replace(slot_to_row=route.slot_to_row, row_to_token=route.row_to_slot // top_k)

@@ -96,7 +96,7 @@ class RankDispatcher(ABC):
         """Start to send a chunk's outputs back to their tokens."""
 
     def num_slots(self, slots: Slots) -> int:
-        """Return an upper bound on the slots that reach an expert."""
+        """Return an upper bound on the number of slots that are not dropped, over all experts."""
         num_slots = slots.topk_experts.numel()
         return num_slots if slots.max_rows is None else min(slots.max_rows, num_slots)
 

@@ -48,8 +48,8 @@ def _block_scaled_kernel(
     BLOCK_N: tl.constexpr,  # a divisor of 128
     BLOCK_K: tl.constexpr,  # 128
 ):
-    """One program writes one tile of (A * scale_a) @ (B * scale_b)[g]. The capacity is the maximum
-    number of row tiles, `num_row_tiles`. Grid: (capacity * cdiv(N, BLOCK_N),)."""
+    """One program writes one tile of (A * scale_a) @ (B * scale_b)[g]. Programs past the last tile return at once.
+    Grid: (num_row_tiles * cdiv(N, BLOCK_N),)."""
     num_column_tiles = tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES

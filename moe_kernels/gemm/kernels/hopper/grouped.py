@@ -32,7 +32,7 @@ if OBSTACLE is None:
 
 
 _MOST_WALKED = 32  # maximum number of groups without a tile table, because each of 32 lanes reads one group
-_PRODUCT_PARTS = 2  # number of parts in which a finished tile's product is written, one part per reduction step
+_PRODUCT_PARTS = 2  # number of parts of a finished tile's product; each of the next tile's first steps writes one part
 
 
 def _pieces(epilogue: str | None) -> int:

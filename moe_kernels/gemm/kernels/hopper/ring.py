@@ -164,7 +164,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. The compiler cannot move the packing."""
+    """Pack neighbouring 16-bit columns into 32-bit values. The assembly keeps the compiler from moving the packing."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -173,8 +173,8 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Unpack 32-bit values into neighbouring 16-bit columns, as the inverse of `packed`. The compiler cannot move the
-    unpacking."""
+    """Unpack 32-bit values into neighbouring 16-bit columns, as the inverse of `packed`. The assembly keeps the
+    compiler from moving the unpacking."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
