@@ -166,10 +166,23 @@ def compute_chosen(
 
 
 class RoutedExperts(NamedTuple):
+    """The output. Most calls read nothing else, so the routing's tensors are made when they are read."""
+
     out: Tensor  # [T, D]
-    topk_experts: Tensor  # [T, K] int32
-    topk_weights: Tensor  # [T, K] float32
-    offsets: Tensor  # [E] int32: end row of each expert
+    buffer: Tensor  # see `SortedSlots`
+    operands: ExpertOperands
+
+    @property
+    def topk_experts(self) -> Tensor:  # [T, K] int32
+        """Return the chosen experts. A part of the buffer is copied, so that a caller can keep it without the rest."""
+        if self.operands.topk_experts is not None:
+            return self.operands.topk_experts
+        return self.operands.slots_in(self.buffer).choice(self.out.shape[0])[1].clone()
+
+    @property
+    def offsets(self) -> Tensor:  # [E] int32
+        """Return the end row of each expert."""
+        return self.buffer.view(-1)[: self.operands.num_experts]
 
 
 def compute_routed(
@@ -180,21 +193,19 @@ def compute_routed(
 ) -> RoutedExperts:
     """Route by `linear_routing`, sort the slots and compute `fused_experts` with the Triton kernels.
 
-    The weights must contain every expert that the router can choose. The returned routing carries no gradient. One op
-    does all steps, except under `torch.compile`. Compiled code routes by a separate op, so that checkpointing can keep
-    the chosen experts: see `save_routing`.
+    The weights must contain every expert that the router can choose. One op does all steps, except under
+    `torch.compile`. Compiled code routes by a separate op, so that checkpointing can keep the chosen experts: see
+    `save_routing`.
     """
     _check_formats(weights)
     if torch.compiler.is_dynamo_compiling():
         topk_weights, topk_experts, _ = linear_routing_op(tokens, router)
-        choice = {"topk_weights": topk_weights, "topk_experts": topk_experts}
-        made = fused_experts_op(make_operands(tokens, weights, **choice, **settings))
+        operands = make_operands(tokens, weights, topk_weights=topk_weights, topk_experts=topk_experts, **settings)
     else:
-        made = fused_experts_op(make_operands(tokens, weights, router=router, **settings))
-        topk_weights, topk_experts = made.topk_weights, made.topk_experts
-    assert topk_experts is not None and topk_weights is not None and made.buffer is not None
-    offsets = made.buffer.view(-1)[: router.w_router.shape[0]]
-    return RoutedExperts(made.out, topk_experts, topk_weights, offsets)
+        operands = make_operands(tokens, weights, router=router, **settings)
+    made = fused_experts_op(operands)
+    assert made.buffer is not None
+    return RoutedExperts(made.out, made.buffer, operands)
 
 
 def make_operands(

@@ -74,10 +74,10 @@ import torch
 from torch import Tensor
 
 from ..gemm.kernel import device_cc
-from ..permutation.sort import BLOCK_ROWS, SortedSlots, check_num_experts
+from ..permutation.sort import check_num_experts
 from ..quantization.fp8_rows import empty_scaled_rows, launch_quantize_rows
 from ..routing.linear import check_linear_router
-from ..routing.linear_op import RouterNeeds, linear_routing_op, routing_gradients_op
+from ..routing.linear_op import RouterNeeds, launch_routing, routing_gradients_op
 from ..runtime.registered_ops import Call, registered_op, run_as_one, save_for_backward, take_saved_tensors
 from ..runtime.replay import Replayed
 from ..runtime.row_layout import empty_rows
@@ -101,14 +101,12 @@ class _Outputs(NamedTuple):
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward recomputes H
     scales: Tensor | None  # [R, 2F / 128 or F / 128] float32, for H in e4m3
     low: Tensor | None  # [R, r]: gathered tokens @ up_a^T; None without an adapter of w_up
-    topk_weights: Tensor | None  # [T, K]; None without a router
-    topk_experts: Tensor | None  # [T, K]; None without a router
-    buffer: Tensor | None  # all tensors of the permutation (`SortedSlots.buffer`); None if the caller sorted the slots
+    buffer: Tensor | None  # permutation and choice: see `SortedSlots`; None if the caller sorted the slots
 
 
 @registered_op("fused_experts")
 def fused_experts_op(operands: ExpertOperands) -> _Outputs:
-    operands, made = _place_slots(operands)
+    operands, buffer = _place_slots(operands)
     topk_weights, rows = operands.topk_weights, operands.rows
     assert topk_weights is not None and rows is not None
     if operands.precision is not None and operands.tokens.is_cuda:
@@ -124,24 +122,24 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
     expert_out = down(experts, rows, activated)  # [R, D]
     del activated
     out = rows.combine(expert_out, experts.output_weights(topk_weights))
-    return _Outputs(out, preactivation, scales, low, *made)
+    return _Outputs(out, preactivation, scales, low, buffer)
 
 
-def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, tuple[Tensor | None, Tensor | None, Tensor | None]]:
-    """Choose experts and sort the slots, unless the caller has done so. Also return the fields `topk_weights`,
-    `topk_experts` and `buffer` of `_Outputs`."""
+def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, Tensor | None]:
+    """Choose experts and sort the slots, unless the caller has done so. Also return the field `buffer` of
+    `_Outputs`."""
     if operands.rows is not None:
-        return operands, (None, None, None)
+        return operands, None
     _check_chosen(operands)
-    topk_weights = topk_experts = None
+    sorted_slots = operands.empty_slots()
     if operands.router is not None:
-        topk_weights, topk_experts, _ = linear_routing_op(operands.tokens, operands.router)
+        topk_weights, topk_experts = sorted_slots.choice(operands.tokens.shape[0])
+        launch_routing(operands.tokens, operands.router, topk_weights, topk_experts)
         operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts)
     assert operands.topk_experts is not None
-    sorted_slots = SortedSlots.empty(operands.topk_experts, operands.num_experts)
     permutation = sorted_slots.sort(operands.topk_experts)
     rows = Rows.of(permutation, reserved_sms=0, batch_invariant=operands.batch_invariant)
-    return operands._replace(rows=rows), (topk_weights, topk_experts, sorted_slots.buffer)
+    return operands._replace(rows=rows), sorted_slots.buffer
 
 
 def _check_chosen(operands: ExpertOperands) -> None:
@@ -162,7 +160,7 @@ def _check_fp8(operands: ExpertOperands) -> None:
 @fused_experts_op.register_fake
 def _(operands):
     tokens, num_rows, d_up = operands.tokens, operands.num_rows, operands.d_up
-    preactivation = scales = topk_weights = topk_experts = buffer = None
+    preactivation = scales = buffer = None
     if operands.precision == "fp8_saved" and not operands.recompute:
         values, scales = empty_scaled_rows(tokens, num_rows, d_up)
         preactivation = values.view(torch.uint8)
@@ -170,15 +168,9 @@ def _(operands):
         preactivation = empty_rows(tokens, num_rows, d_up)
     if operands.rows is None:
         _check_chosen(operands)
-        topk_experts = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.int32)
-        buffer = SortedSlots.empty(topk_experts, operands.num_experts).buffer
-    if operands.router is not None:
-        topk_weights = tokens.new_empty(tokens.shape[0], operands.top_k, dtype=torch.float32)
-    else:
-        topk_experts = None
+        buffer = operands.empty_slots().buffer
     low = empty_low(tokens, operands, operands.experts.adapters.up_b)
-    out = tokens.new_empty(tokens.shape)
-    return _Outputs(out, preactivation, scales, low, topk_weights, topk_experts, buffer)
+    return _Outputs(tokens.new_empty(tokens.shape), preactivation, scales, low, buffer)
 
 
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
@@ -237,16 +229,15 @@ def read_by_backward(
     preactivation: Tensor | None,
     scales: Tensor | None,
     low: Tensor | None,
-    topk_weights: Tensor | None,
-    topk_experts: Tensor | None,
     buffer: Tensor | None,
 ) -> SavedForBackward:
     """Collect the operands and results of forward that backward reads: see `_Outputs`."""
     if buffer is not None:
-        sorted_slots = SortedSlots(buffer, operands.top_k, operands.num_experts, BLOCK_ROWS)
-        topk_weights = operands.topk_weights if topk_weights is None else topk_weights
-        topk_experts = operands.topk_experts if topk_experts is None else topk_experts
-        operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts, sorted_slots=sorted_slots)
+        sorted_slots = operands.slots_in(buffer)
+        operands = operands._replace(sorted_slots=sorted_slots)
+        if sorted_slots.has_choice:
+            topk_weights, topk_experts = sorted_slots.choice(operands.tokens.shape[0])
+            operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts)
     return SavedForBackward(operands, preactivation, scales, low)
 
 

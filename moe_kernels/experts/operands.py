@@ -66,6 +66,15 @@ class ExpertOperands(NamedTuple):
         permutation = self.sorted_slots.permutation(self.tokens.shape[0])
         return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
+    def empty_slots(self) -> SortedSlots:
+        """Return uninitialised `sorted_slots`, with space for the choice of the `router`."""
+        has_choice = self.router is not None
+        return SortedSlots.empty(self.tokens, self.top_k, self.num_experts, has_choice=has_choice)
+
+    def slots_in(self, buffer: Tensor) -> SortedSlots:
+        """Return the `sorted_slots` that forward wrote to the buffer."""
+        return SortedSlots(buffer, self.top_k, self.num_experts, self.router is not None)
+
     def fuses_router_gradient(self) -> bool:
         """Return whether one launch computes a token's gradient: the sum of the token's rows of dX, plus the gradient
         through the routing weights. `router_gradient.py` contains this launch."""

@@ -122,36 +122,47 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation stored in one tensor, for calls without `max_rows`. The permutation's tensors are views of `buffer`
-    that start at multiples of 16 bytes."""
+    """A permutation, and optionally the choice that it sorts, in one tensor. For calls without `max_rows`.
+
+    The tensors of both are views of `buffer` that start at multiples of 16 bytes.
+    """
 
     buffer: Tensor  # [N, 4] int32; the first E of its 4 * N elements are the offsets
     slots_per_token: int
     num_sorted_experts: int
-    rows_of_block: int
+    has_choice: bool  # whether the buffer ends with the weights [T, K] float32 and the experts [T, K] of a choice
 
     @classmethod
-    def empty(cls, topk_experts: Tensor, num_experts: int, block_rows: int = BLOCK_ROWS) -> SortedSlots:
-        num_tokens, top_k = topk_experts.shape
-        total = sum(map(_padded_size, _part_shapes(num_tokens, top_k, num_experts, block_rows)))
-        buffer = topk_experts.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS)
-        return cls(buffer, top_k, num_experts, block_rows)
+    def empty(cls, tokens: Tensor, top_k: int, num_experts: int, *, has_choice: bool) -> SortedSlots:
+        num_tokens = tokens.shape[0]
+        shapes = _part_shapes(num_tokens, top_k, num_experts, BLOCK_ROWS) + [(num_tokens, top_k)] * 2 * has_choice
+        total = sum(map(_padded_size, shapes))
+        buffer = tokens.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS, dtype=torch.int32)
+        return cls(buffer, top_k, num_experts, has_choice)
 
     def sort(self, topk_experts: Tensor) -> Permutation:
         """Write the permutation of these slots to `buffer`, and return the permutation as views of `buffer`."""
         permutation = self.permutation(len(topk_experts))
         results = *permutation[:3], *permutation.tile_table[:4]
-        _launch_sort(topk_experts, self.num_sorted_experts, self.rows_of_block, results)
+        _launch_sort(topk_experts, self.num_sorted_experts, BLOCK_ROWS, results)
         return permutation
 
     def permutation(self, num_tokens: int) -> Permutation:
-        buffer, top_k, num_experts, block_rows = self
-        start, views = buffer.storage_offset(), []
-        for shape in _part_shapes(num_tokens, top_k, num_experts, block_rows):
-            views.append(buffer.as_strided(shape, (*shape[1:], 1), start))
+        shapes = _part_shapes(num_tokens, self.slots_per_token, self.num_sorted_experts, BLOCK_ROWS)
+        start, views = self.buffer.storage_offset(), []
+        for shape in shapes:
+            views.append(self.buffer.as_strided(shape, (*shape[1:], 1), start))
             start += _padded_size(shape)
         offsets, slot_to_row, row_to_token, *table = views
-        return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=block_rows))
+        return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=BLOCK_ROWS))
+
+    def choice(self, num_tokens: int) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
+        """Return the views of the choice. The buffer must have one."""
+        shape = num_tokens, self.slots_per_token
+        size, end = _padded_size(shape), self.buffer.storage_offset() + self.buffer.numel()
+        weights, experts = self.buffer.view(torch.float32), self.buffer
+        strides = self.slots_per_token, 1
+        return weights.as_strided(shape, strides, end - 2 * size), experts.as_strided(shape, strides, end - size)
 
 
 def _part_shapes(num_tokens: int, top_k: int, num_experts: int, block_rows: int) -> list[tuple[int, ...]]:

@@ -15,6 +15,7 @@ from ..runtime.registered_ops import Call, registered_op
 from .linear import halves_dtype, router_gradients, router_logits
 from .scored import ScoreSettings, launch_forward, scored_backward_op
 from .softmax import launch_topk, topk_backward_op
+from .topk import empty_choice
 
 
 class LinearRouter(NamedTuple):
@@ -52,20 +53,32 @@ class RouterGradients(NamedTuple):
     logit_bias: Tensor | None  # [E]
 
 
+def launch_routing(
+    tokens: Tensor,  # [T, D]
+    router: LinearRouter,
+    topk_weights: Tensor,  # [T, K] float32 contiguous, written here
+    topk_experts: Tensor,  # [T, K] int32 contiguous, written here
+) -> Tensor:  # [T, E]
+    """Write the choice, and return the logits."""
+    logits = router_logits(tokens, router.w_router, router.logit_bias, router.invariant_logits)
+    if router.is_softmax:
+        launch_topk(logits, topk_weights, topk_experts, router.settings.normalize)
+    else:
+        launch_forward(logits, router.selection_bias, topk_weights, topk_experts, router.settings)
+    return logits
+
+
 @registered_op("linear_routing")
 def linear_routing_op(tokens: Tensor, router: LinearRouter) -> tuple[Tensor, Tensor, Tensor]:
     """Return weights [T, K], experts [T, K] and logits [T, E]."""
-    logits = router_logits(tokens, router.w_router, router.logit_bias, router.invariant_logits)
-    if router.is_softmax:
-        return *launch_topk(logits, router.top_k, router.settings.normalize), logits
-    return *launch_forward(logits, router.selection_bias, router.top_k, router.settings), logits
+    topk_weights, topk_experts = empty_choice(tokens, router.top_k)
+    return topk_weights, topk_experts, launch_routing(tokens, router, topk_weights, topk_experts)
 
 
 @linear_routing_op.register_fake
 def _(tokens, router):
-    shape = (tokens.shape[0], router.top_k)
     logits = tokens.new_empty(tokens.shape[0], router.w_router.shape[0], dtype=torch.float32)
-    return tokens.new_empty(shape, dtype=torch.float32), tokens.new_empty(shape, dtype=torch.int32), logits
+    return *empty_choice(tokens, router.top_k), logits
 
 
 def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:

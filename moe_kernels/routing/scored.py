@@ -19,7 +19,7 @@ from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..specs import RouterSpec
 from .linear import store_gradient
-from .topk import choose_by_short_keys, choose_highest, key, ordered
+from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ordered
 
 
 class ScoreSettings(NamedTuple):
@@ -61,12 +61,12 @@ def _blocks(num_places: int) -> dict[str, int]:
 def launch_forward(
     logits: Tensor,  # [T, E]
     selection_bias: Tensor | None,  # [E]
-    top_k: int,
+    topk_weights: Tensor,  # [T, K] float32 contiguous, written here
+    topk_experts: Tensor,  # [T, K] int32 contiguous, written here
     settings: ScoreSettings,
-) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
+) -> None:
     num_tokens, num_experts = logits.shape
-    topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
-    topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
+    top_k = topk_weights.shape[1]
     if num_tokens:
         places = {
             "G_P2": next_power_of_2(settings.num_groups),
@@ -97,7 +97,6 @@ def launch_forward(
             **places,
             **blocks,
         )
-    return topk_weights, topk_experts
 
 
 def launch_backward(
@@ -139,13 +138,18 @@ def launch_backward(
     return dlogits
 
 
-scored_routing_op = registered_op("scored_routing")(launch_forward)
+@registered_op("scored_routing")
+def scored_routing_op(
+    logits: Tensor, selection_bias: Tensor | None, top_k: int, settings: ScoreSettings
+) -> tuple[Tensor, Tensor]:
+    choice = empty_choice(logits, top_k)
+    launch_forward(logits, selection_bias, *choice, settings)
+    return choice
 
 
 @scored_routing_op.register_fake
 def _(logits, selection_bias, top_k, settings):
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    return empty_choice(logits, top_k)
 
 
 def _setup(ctx, call, output):

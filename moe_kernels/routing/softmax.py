@@ -16,13 +16,17 @@ from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .linear import store_gradient
-from .topk import choose_by_short_keys, choose_highest, key, ranked
+from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ranked
 
 
-def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+def launch_topk(
+    logits: Tensor,  # [T, E]
+    topk_weights: Tensor,  # [T, K] float32 contiguous, written here
+    topk_experts: Tensor,  # [T, K] int32 contiguous, written here
+    normalize: bool,
+) -> None:
     num_tokens, num_experts = logits.shape
-    topk_experts = logits.new_empty(num_tokens, top_k, dtype=torch.int32)
-    topk_weights = logits.new_empty(num_tokens, top_k, dtype=torch.float32)
+    top_k = topk_weights.shape[1]
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
         # One warp holds all logits of a token, so finding a maximum needs no shared memory.
@@ -43,16 +47,18 @@ def launch_topk(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Te
             BLOCK_T=block_t,
             num_warps=1,
         )
-    return topk_weights, topk_experts
 
 
-topk_routing_op = registered_op("topk_routing")(launch_topk)
+@registered_op("topk_routing")
+def topk_routing_op(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    choice = empty_choice(logits, top_k)
+    launch_topk(logits, *choice, normalize)
+    return choice
 
 
 @topk_routing_op.register_fake
 def _(logits, top_k, normalize):
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+    return empty_choice(logits, top_k)
 
 
 def _topk_setup(ctx, inputs, output):

@@ -1,6 +1,15 @@
 """Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties."""
 
+import torch
+from torch import Tensor
+
 from ..runtime.triton import tl, triton
+
+
+def empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return uninitialised tensors for the weights [T, K] and the experts [T, K] of a choice."""
+    shape = logits.shape[0], top_k
+    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
 
 
 @triton.jit

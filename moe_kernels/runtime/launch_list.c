@@ -1,7 +1,8 @@
 /* A list of kernel launches, run with one call from Python.
 
-   A list does not change once it is made. `run` copies the parameters to its stack and writes the addresses of this
-   call's tensors there, so threads may run one list at the same time. */
+   `run` copies the parameters to its stack and writes the addresses of this call's tensors there. The kernels are nodes
+   of a CUDA graph: giving the nodes their parameters and launching the graph takes the host a third of the time of
+   separate launches. Python's lock is held in `run`, so threads may run one list at the same time. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <alloca.h>
@@ -10,7 +11,16 @@
 #include <stdint.h>
 #include <string.h>
 
-static CUresult (*launch_kernel)(const CUlaunchConfig *, CUfunction, void **, void **);
+static CUresult (*launch_kernel)(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                                 CUstream, void **, void **);
+static CUresult (*is_capturing)(CUstream, CUstreamCaptureStatus *);
+static CUresult (*graph_create)(CUgraph *, unsigned);
+static CUresult (*graph_add)(CUgraphNode *, CUgraph, const CUgraphNode *, size_t, const CUDA_KERNEL_NODE_PARAMS *);
+static CUresult (*graph_instantiate)(CUgraphExec *, CUgraph, unsigned long long);
+static CUresult (*graph_set)(CUgraphExec, CUgraphNode, const CUDA_KERNEL_NODE_PARAMS *);
+static CUresult (*graph_launch)(CUgraphExec, CUstream);
+static CUresult (*graph_destroy)(CUgraph);
+static CUresult (*executable_destroy)(CUgraphExec);
 static CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
                               const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
@@ -22,9 +32,8 @@ static PyObject *data_ptr; /* the name of the method of a tensor */
 #define REQUIRED 0x80000000u
 
 typedef struct {
-  CUfunction function;
-  unsigned grid[3], threads, shared, first, num_attributes; /* first: of the list's parameters */
-  CUlaunchAttribute attributes[4];
+  CUDA_KERNEL_NODE_PARAMS launch; /* without parameters */
+  unsigned first;                 /* of the list's parameters */
 } Kernel;
 
 typedef struct {
@@ -39,7 +48,19 @@ typedef struct {
   uint32_t *bases;       /* places of tensors in the memory that `run` gets, with REQUIRED unless they are empty */
   Patch *pointers, *maps;
   Kernel *kernels;
+  CUgraph graph;
+  CUgraphNode *nodes; /* one per kernel, in a chain */
 } List;
+
+/* Executable graphs, each with 0.1 MB of GPU memory. A list has one for each stream: launches of one executable graph
+   would wait for each other on two streams. A new one replaces the oldest. */
+#define MOST_EXECUTABLES 256
+static struct {
+  const List *list;
+  CUstream stream;
+  CUgraphExec graph;
+} executables[MOST_EXECUTABLES];
+static size_t oldest;
 
 static PyObject *fail(const char *what, CUresult result) {
   const char *name = "unknown error";
@@ -52,13 +73,29 @@ static PyObject *use_driver(PyObject *self, PyObject *path) {
   const char *name = PyUnicode_AsUTF8(path);
   void *driver = name ? dlopen(name, RTLD_LAZY) : NULL;
   if (!driver) return PyErr_Format(PyExc_OSError, "cannot load the CUDA driver: %s", dlerror());
-  launch_kernel = dlsym(driver, "cuLaunchKernelEx");
-  encode_map = dlsym(driver, "cuTensorMapEncodeTiled");
-  replace_address = dlsym(driver, "cuTensorMapReplaceAddress");
+  struct {
+    void *function;
+    const char *name;
+  } needed[] = {
+      {&launch_kernel, "cuLaunchKernel"},
+      {&is_capturing, "cuStreamIsCapturing"},
+      {&graph_create, "cuGraphCreate"},
+      {&graph_add, "cuGraphAddKernelNode_v2"},
+      {&graph_instantiate, "cuGraphInstantiateWithFlags"},
+      {&graph_set, "cuGraphExecKernelNodeSetParams_v2"},
+      {&graph_launch, "cuGraphLaunch"},
+      {&graph_destroy, "cuGraphDestroy"},
+      {&executable_destroy, "cuGraphExecDestroy"},
+      {&encode_map, "cuTensorMapEncodeTiled"},
+      {&replace_address, "cuTensorMapReplaceAddress"},
+  };
+  for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
+    void *found = dlsym(driver, needed[i].name);
+    if (!found) return PyErr_Format(PyExc_OSError, "the CUDA driver lacks %s of CUDA 12", needed[i].name);
+    memcpy(needed[i].function, &found, sizeof found);
+  }
   parameter_info = dlsym(driver, "cuFuncGetParamInfo");
   error_name = dlsym(driver, "cuGetErrorName");
-  if (!launch_kernel || !encode_map || !replace_address)
-    return PyErr_Format(PyExc_OSError, "the CUDA driver lacks a function of CUDA 12");
   Py_RETURN_NONE;
 }
 
@@ -92,10 +129,20 @@ static PyObject *encode(PyObject *self, PyObject *args) {
   return result ? fail("encoding a TMA descriptor", result) : PyBytes_FromStringAndSize((char *)&map, sizeof map);
 }
 
+/* The driver keeps a graph that runs until its end. */
+static void drop_executable(size_t index) {
+  if (executables[index].list) executable_destroy(executables[index].graph);
+  executables[index].list = NULL;
+}
+
 static void free_list(PyObject *capsule) {
   List *list = PyCapsule_GetPointer(capsule, NULL);
+  for (size_t i = 0; i < MOST_EXECUTABLES; i++)
+    if (executables[i].list == list) drop_executable(i);
+  if (list->graph) graph_destroy(list->graph);
   PyMem_Free(list->values), PyMem_Free(list->parameters), PyMem_Free(list->bases);
-  PyMem_Free(list->pointers), PyMem_Free(list->maps), PyMem_Free(list->kernels), PyMem_Free(list);
+  PyMem_Free(list->pointers), PyMem_Free(list->maps), PyMem_Free(list->kernels);
+  PyMem_Free(list->nodes), PyMem_Free(list);
 }
 
 static void *copy_of(Py_buffer *buffer, Py_ssize_t item, Py_ssize_t *count) {
@@ -106,34 +153,17 @@ static void *copy_of(Py_buffer *buffer, Py_ssize_t item, Py_ssize_t *count) {
   return copy;
 }
 
-/* The attributes are those that Triton's launchers set. */
 static void set_kernel(Kernel *kernel, const uint64_t *numbers) {
-  CUlaunchAttribute *next = kernel->attributes;
-  unsigned num_ctas = numbers[5];
-  kernel->function = (CUfunction)numbers[0];
-  kernel->grid[0] = numbers[1] * num_ctas, kernel->grid[1] = numbers[2], kernel->grid[2] = numbers[3];
-  kernel->threads = 32 * numbers[4], kernel->shared = numbers[6], kernel->first = numbers[9];
-  if (numbers[8]) {
-    next->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    next++->value.programmaticStreamSerializationAllowed = 1;
-  }
-  if (numbers[7]) {
-    next->id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
-    next++->value.cooperative = 1;
-  }
-  if (num_ctas != 1) {
-    next->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    next->value.clusterDim.x = num_ctas, next->value.clusterDim.y = next->value.clusterDim.z = 1;
-    next++;
-    next->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_SCHEDULING_POLICY_PREFERENCE;
-    next++->value.clusterSchedulingPolicyPreference = CU_CLUSTER_SCHEDULING_POLICY_SPREAD;
-  }
-  kernel->num_attributes = next - kernel->attributes;
+  CUDA_KERNEL_NODE_PARAMS *launch = &kernel->launch;
+  launch->func = (CUfunction)numbers[0];
+  launch->gridDimX = numbers[1], launch->gridDimY = numbers[2], launch->gridDimZ = numbers[3];
+  launch->blockDimX = 32 * numbers[4], launch->blockDimY = launch->blockDimZ = 1;
+  launch->sharedMemBytes = numbers[5], kernel->first = numbers[6];
 }
 
 /* make_list(values, parameters, bases, pointers, maps, kernels), as bytes: parameters and bases are uint32, pointers and
-   maps are Patch, and each kernel is ten uint64: function, grid (3), warps, CTAs of a cluster, bytes of shared memory,
-   whether it is cooperative, whether its launch is programmatic, its first parameter. */
+   maps are Patch, and each kernel is seven uint64: function, grid (3), warps, bytes of shared memory, its first
+   parameter. */
 static PyObject *make_list(PyObject *self, PyObject *args) {
   Py_buffer values, parameters, bases, pointers, maps, kernels;
   if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*", &values, &parameters, &bases, &pointers, &maps, &kernels)) return NULL;
@@ -145,11 +175,12 @@ static PyObject *make_list(PyObject *self, PyObject *args) {
   list->bases = copy_of(&bases, sizeof *list->bases, &list->num_bases);
   list->pointers = copy_of(&pointers, sizeof *list->pointers, &list->num_pointers);
   list->maps = copy_of(&maps, sizeof *list->maps, &list->num_maps);
-  list->num_kernels = kernels.len / 80;
+  list->num_kernels = kernels.len / 56;
   list->kernels = PyMem_Calloc(list->num_kernels + 1, sizeof *list->kernels);
-  if (list->values && list->parameters && list->bases && list->pointers && list->maps && list->kernels) {
+  list->nodes = PyMem_Calloc(list->num_kernels + 1, sizeof *list->nodes);
+  if (list->values && list->parameters && list->bases && list->pointers && list->maps && list->kernels && list->nodes) {
     for (Py_ssize_t i = 0; i < list->num_kernels; i++)
-      set_kernel(&list->kernels[i], (const uint64_t *)kernels.buf + 10 * i);
+      set_kernel(&list->kernels[i], (const uint64_t *)kernels.buf + 7 * i);
   } else {
     Py_CLEAR(capsule);
     PyErr_NoMemory();
@@ -173,6 +204,56 @@ static int read_addresses(const List *list, PyObject *memory, uint64_t *addresse
     }
   }
   return 0;
+}
+
+static CUDA_KERNEL_NODE_PARAMS with_parameters(const Kernel *kernel, void **parameters) {
+  CUDA_KERNEL_NODE_PARAMS launch = kernel->launch;
+  launch.kernelParams = parameters + kernel->first;
+  return launch;
+}
+
+static CUresult launch_each(const List *list, void **parameters, CUstream stream) {
+  CUresult result = CUDA_SUCCESS;
+  for (Py_ssize_t i = 0; i < list->num_kernels && !result; i++) {
+    CUDA_KERNEL_NODE_PARAMS launch = with_parameters(&list->kernels[i], parameters);
+    result = launch_kernel(launch.func, launch.gridDimX, launch.gridDimY, launch.gridDimZ, launch.blockDimX, 1, 1,
+                           launch.sharedMemBytes, stream, launch.kernelParams, NULL);
+  }
+  return result;
+}
+
+/* Make the nodes, which keep a copy of the parameters. */
+static CUresult make_graph(List *list, void **parameters) {
+  CUresult result = graph_create(&list->graph, 0);
+  for (Py_ssize_t i = 0; i < list->num_kernels && !result; i++) {
+    CUDA_KERNEL_NODE_PARAMS launch = with_parameters(&list->kernels[i], parameters);
+    result = graph_add(&list->nodes[i], list->graph, i ? &list->nodes[i - 1] : NULL, i > 0, &launch);
+  }
+  if (result && list->graph) graph_destroy(list->graph), list->graph = NULL;
+  return result;
+}
+
+static CUresult find_executable(List *list, CUstream stream, void **parameters, CUgraphExec *found) {
+  for (size_t i = 0; i < MOST_EXECUTABLES; i++)
+    if (executables[i].list == list && executables[i].stream == stream)
+      return *found = executables[i].graph, CUDA_SUCCESS;
+  CUresult result = list->graph ? CUDA_SUCCESS : make_graph(list, parameters);
+  if (!result) result = graph_instantiate(found, list->graph, 0);
+  if (result) return result;
+  drop_executable(oldest);
+  executables[oldest].list = list, executables[oldest].stream = stream, executables[oldest].graph = *found;
+  oldest = (oldest + 1) % MOST_EXECUTABLES;
+  return CUDA_SUCCESS;
+}
+
+static CUresult launch_as_graph(List *list, void **parameters, CUstream stream) {
+  CUgraphExec graph;
+  CUresult result = find_executable(list, stream, parameters, &graph);
+  for (Py_ssize_t i = 0; i < list->num_kernels && !result; i++) {
+    CUDA_KERNEL_NODE_PARAMS launch = with_parameters(&list->kernels[i], parameters);
+    result = graph_set(graph, list->nodes[i], &launch);
+  }
+  return result ? result : graph_launch(graph, stream);
 }
 
 /* run(list, memory, stream): launch every kernel on the addresses of the tensors in the list `memory` */
@@ -199,16 +280,15 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     if (result) return fail("moving a TMA descriptor", result);
   }
   for (Py_ssize_t i = 0; i < list->num_parameters; i++) parameters[i] = values + list->parameters[i];
-  CUlaunchConfig config;
-  memset(&config, 0, sizeof config);
-  config.blockDimY = config.blockDimZ = 1, config.hStream = (CUstream)stream;
-  for (Py_ssize_t i = 0; i < list->num_kernels; i++) {
-    const Kernel *kernel = &list->kernels[i];
-    config.gridDimX = kernel->grid[0], config.gridDimY = kernel->grid[1], config.gridDimZ = kernel->grid[2];
-    config.blockDimX = kernel->threads, config.sharedMemBytes = kernel->shared;
-    config.attrs = (CUlaunchAttribute *)kernel->attributes, config.numAttrs = kernel->num_attributes;
-    CUresult result = launch_kernel(&config, kernel->function, parameters + kernel->first, 0);
-    if (result) return fail("launching a recorded kernel", result);
+  if (list->num_kernels) {
+    CUstreamCaptureStatus status;
+    CUresult result = is_capturing((CUstream)stream, &status);
+    if (!result && status == CU_STREAM_CAPTURE_STATUS_NONE) {
+      result = launch_as_graph(list, parameters, (CUstream)stream);
+    } else if (!result) { /* the graph that is captured must keep this call's parameters */
+      result = launch_each(list, parameters, (CUstream)stream);
+    }
+    if (result) return fail("launching recorded kernels", result);
   }
   Py_RETURN_NONE;
 }

@@ -1,5 +1,5 @@
-"""A list of recorded launches. One call of a C function launches all kernels. Between runs, only the addresses in the
-kernels' parameters change.
+"""A list of recorded launches. One call of a C function launches all kernels, as one CUDA graph. Between runs, only the
+addresses in the kernels' parameters change.
 
 The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
 the driver reports the sizes of a kernel's parameters. These sizes are checked when a list is made.
@@ -8,6 +8,7 @@ the driver reports the sizes of a kernel's parameters. These sizes are checked w
 from __future__ import annotations
 
 import functools
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,14 +75,13 @@ def scratch_bytes(step: RecordedLaunch) -> int:
     """Return the number of bytes of the descriptors that a kernel makes on the device."""
     if step.compiled is None:
         return 0
-    programs = functools.reduce(int.__mul__, step.launch.grid, 1)
-    metadata = step.compiled.metadata
-    return programs * getattr(metadata, "num_ctas", 1) * metadata.global_scratch_size
+    return math.prod(step.launch.grid) * step.compiled.metadata.global_scratch_size
 
 
 _INT_BYTES = {f"{sign}{bits}": max(bits // 8, 1) for sign in "iu" for bits in (1, 8, 16, 32, 64)}
 _FLOATS = {"fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
 _MAP_BYTES = 128
+_ATTRIBUTES = ("launch_cooperative_grid", "launch_pdl")  # attributes of launches that `launch_list.c` cannot set
 REQUIRED = 1 << 31  # marks the index of a non-empty tensor: its address must not be null. Also defined in launch_list.c
 DRIVER: str | None = "libcuda.so.1"  # None in tests without a GPU, which launch nothing
 # Triton's number of a dtype -> the driver's number in descriptors. For other dtypes, both numbers are equal.
@@ -131,6 +131,8 @@ class _Parameters:
         descriptors, and a profiler's memory."""
         launch, compiled = step
         metadata = compiled.metadata
+        if getattr(metadata, "num_ctas", 1) > 1 or any([getattr(metadata, name, False) for name in _ATTRIBUTES]):
+            raise NotRecordable("a kernel is launched with clusters, cooperatively or programmatically")
         if getattr(metadata, "profile_scratch_size", 0) or "gsan" in str(getattr(metadata, "instrumentation_mode", "")):
             raise NotRecordable("a kernel was compiled for a profiler or a sanitizer")
         metas = iter(getattr(metadata, "tensordesc_meta", None) or ())
@@ -208,11 +210,10 @@ def _pack(kind: str, numbers: Any) -> bytes:
 
 
 def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
-    """Return a launch as integers for `make_list`: kernel, grid, attributes, index of the kernel's first parameter."""
-    compiled, metadata = step.compiled, step.compiled.metadata
-    num_warps, num_ctas, shared = compiled.packed_metadata[:3]
-    attributes = [bool(getattr(metadata, name, False)) for name in ("launch_cooperative_grid", "launch_pdl")]
-    return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, num_ctas, shared, *attributes, first
+    """Return a launch as integers for `make_list`: kernel, grid, warps, shared memory, the kernel's first parameter."""
+    compiled = step.compiled
+    num_warps, _, shared = compiled.packed_metadata[:3]
+    return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, shared, first
 
 
 @functools.cache

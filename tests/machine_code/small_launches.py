@@ -48,7 +48,7 @@ def run_small_ops(num_tokens: int, d_model: int, d_ff: int, num_experts: int, to
         direct = None if normalize else logits
         mk.routing.softmax.topk_backward_op(routed[0], *routed, saved, direct, num_experts, split_dtype)
     settings = score_settings(mk.RouterSpec.deepseek_v3(8, 4) if num_experts == 128 else mk.RouterSpec.ernie())
-    launch_forward(logits, logits[0], top_k, settings)
+    launch_forward(logits, logits[0], *routed, settings)
     launch_backward(routed[0], routed[1], logits, logits, torch.bfloat16, settings)
     totals = torch.empty(2 * num_experts + 4, dtype=torch.int64), torch.empty(6, dtype=torch.float64)
     is_token, loss = torch.empty(num_tokens, dtype=torch.bool), torch.empty(())

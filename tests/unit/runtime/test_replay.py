@@ -279,6 +279,25 @@ def test_the_number_of_forms_is_bounded(device, monkeypatch):
     assert max(len(op.states()) for op in replay._all) == 2
 
 
+@pytest.mark.gpu
+def test_more_forms_than_executable_graphs(device):
+    """A new executable graph replaces the oldest, which may still run."""
+    layer = make_layer(device)
+    given = [draw(device, num_tokens) for num_tokens in range(1, 200)]
+    want = [inference(layer, tokens) for tokens in given]
+    for tokens in given:
+        inference(layer, tokens)  # recorded
+    streams = torch.cuda.current_stream(), torch.cuda.Stream()
+    for _ in range(2):
+        torch.cuda.synchronize()
+        got = []
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got += [inference(layer, tokens) for tokens in given]
+        torch.cuda.synchronize()
+        assert_same([out for (out,) in got], 2 * [out for (out,) in want])
+
+
 def test_whatever_chooses_kernels_forgets_records(device):
     layer, tokens = make_layer(device), draw(device)
     w_up = layer.experts.w_up.detach()
