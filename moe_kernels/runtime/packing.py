@@ -109,7 +109,7 @@ class PackedSignature:
         self.names: list[str] = []  # names of the leaves
         self._kinds: dict[str, type] = {}
         self._paths: list[str] = []
-        packed = [self._visit(name, kind, name, "") for name, kind in hints.items()]
+        packed = [self._visit(name, kind, name) for name, kind in hints.items()]
         self.result = result if is_packed(result) else None
         self.has_packed = bool(self._kinds) or QuantizedWeight in hints.values()
         if not self.has_packed:  # convert nothing, so that calls may omit arguments with defaults
@@ -126,15 +126,9 @@ class PackedSignature:
         returned = f"({', '.join(['Tensor'] * num_results)})" if num_results else "Tensor"
         self.schema = f"(Tensor[] tensors, str others) -> {returned}"
 
-    def _visit(self, name: str, kind: Any, path: str, absent: str) -> str:
-        """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves.
-
-        Args:
-            absent: an expression that is true if the value does not exist, because a NamedTuple around it is None.
-                Empty if no NamedTuple around it can be None.
-        """
+    def _visit(self, name: str, kind: Any, path: str) -> str:
+        """Add the leaves of the value at `path`. Return the expression that rebuilds the value from the leaves."""
         if kind in (Weight, QuantizedWeight):
-            assert not absent, name
             self.names += [f"{name}{leaf}" for leaf in _LEAVES]
             plain = ", ".join([path, *["None"] * (len(_LEAVES) - 1)])
             self._paths.append(f"*(to_leaves({path}) if type({path}) is QuantizedWeight else ({plain}))")
@@ -142,17 +136,19 @@ class PackedSignature:
             return f"{name} if {name}_layout is None else of_leaves({parts})"
         given = [part for part in get_args(kind) if is_packed(part)]
         if given:
-            (kind,) = given
-            absent = f"{absent} or {path} is None" if absent else f"{path} is None"
-            self._add_leaf(f"has_{name}", f"not ({absent})")
-            return f"{self._visit(name, kind, path, absent)} if has_{name} else None"
+            self._add_leaf(f"has_{name}", f"{path} is not None")
+            first_name, first_path = len(self.names), len(self._paths)
+            packed = self._visit(name, given[0], path)
+            inner, absent = ", ".join(self._paths[first_path:]), "None, " * (len(self.names) - first_name)
+            self._paths[first_path:] = [f"*(({absent}) if {path} is None else ({inner},))"]
+            return f"{packed} if has_{name} else None"
         if not is_packed(kind):
-            self._add_leaf(name, f"None if {absent} else {path}" if absent else path)
+            self._add_leaf(name, path)
             return name
         constructor = f"kind_{len(self._kinds)}"
         self._kinds[constructor] = kind
         hints = get_type_hints(kind)
-        fields = [self._visit(field, hints[field], f"{path}.{field}", absent) for field in kind._fields]
+        fields = [self._visit(field, hints[field], f"{path}.{field}") for field in kind._fields]
         return f"{constructor}({', '.join(fields)})"
 
     def _add_leaf(self, name: str, path: str) -> None:
