@@ -190,14 +190,15 @@ def test_status_names_the_operand(changes, error):
         ("bounds", lambda t: t[1:], "expected shape [5], got [4]"),
         ("tiles", lambda t: t.flatten(), "expected shape [8, 2], got [8]"),
         ("num_tiles", lambda t: t[:2], "expected shape [4], got [2]"),  # kernels write to the counters
-        ("order", lambda t: t.long(), "expected contiguous int32 on cpu, got torch.int64 on cpu"),
-        ("order", lambda t: t[:, None].repeat(1, 2)[:, 0], "expected contiguous int32 on cpu, got torch.int32 on cpu"),
+        ("order", lambda t: t.long(), "expected contiguous int32 on {0}, got torch.int64 on {0}"),
+        ("order", lambda t: t[:, None].repeat(1, 2)[:, 0], "expected contiguous int32 on {0}, got torch.int32 on {0}"),
     ],
 )
-def test_a_tile_table_fits(form, name, change, error):
-    args = ARGUMENTS[form]("cpu", torch.float32)
+def test_a_tile_table_fits(form, name, change, error, device):
+    args = ARGUMENTS[form](device, torch.float32)
     kernel, table = float32_kernel(type(args)), reference.tile_table(args.offsets, 40, 128)
     wrong = table._replace(**{name: change(getattr(table, name))})
+    error = error.replace("{0}", str(table.order.device))
     with pytest.raises(ValueError, match=re.escape(f"Operand `tile_table.{name}`: {error}")):
         kernel.run(dataclasses.replace(args, tile_table=wrong))
 
