@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .launch_list import LaunchList, scratch_bytes
-from .pytorch import unseen_by_autocast
+from .pytorch import EMPTY_STRIDED, unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
@@ -44,6 +44,7 @@ class Record:
         refs = [None if tensor is None else recording.ref(tensor, in_call=True) for tensor in outputs]
         self._outputs = [None if ref is None else self._reader(ref) for ref in refs]
         self._device = recording.device
+        self._empty = EMPTY_STRIDED[recording.device.type]
         num_inputs = sum(memory.made_by == "caller" for memory in recording.memories)
         # Entries for memories that a run allocates. The last entry is for the block.
         self._others = (None,) * (len(recording.memories) - num_inputs + 1)
@@ -62,10 +63,10 @@ class Record:
                 each input, except parameters and outputs, by None after the input's last use.
         """
         memory += self._others
-        device = self._device
+        empty = self._empty
         for allocations, run, dead in self._segments:
-            for place, (shape, strides, dtype) in allocations:
-                memory[place] = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for place, form in allocations:
+                memory[place] = empty(*form)
             run(memory)
             for place in dead:
                 memory[place] = None
