@@ -1,13 +1,16 @@
-"""The module in C that launches recorded kernels, as far as it runs without a GPU."""
+"""The module in C that launches recorded kernels, with no kernels, or with a driver that launches none."""
 
+import ctypes
 import struct
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from moe_kernels.runtime import launch_list
-from moe_kernels.runtime.triton import HAS_TRITON
+from moe_kernels.runtime.triton import HAS_TRITON, triton
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON or sys.platform != "linux", reason="needs Triton's build of C modules")
 
@@ -44,3 +47,52 @@ def test_wrong_arguments_are_errors(library):
         library.run(launches, [])
     with pytest.raises(OSError, match="cannot load the CUDA driver"):
         library.use_driver("no_such_library.so")
+
+
+@pytest.fixture
+def driver(library, tmp_path):
+    """The library `recording_driver.c`, whose functions the module calls from now on in this process."""
+    path = str(tmp_path / "driver.so")
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    source = Path(__file__).with_name("recording_driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", f"-I{include}", str(source), "-o", path], check=True)
+    library.use_driver(path)
+    driver = ctypes.CDLL(path)
+    driver.take_events.restype = ctypes.c_char_p
+    return driver
+
+
+def make_kernels(library):
+    """Two kernels that read the address of the first tensor, the second one 4 bytes further."""
+    pointers = struct.pack("=IIQIIQ", 0, 0, 0, 8, 0, 4)
+    kernels = struct.pack("=14Q", 11, 1, 1, 1, 4, 5, 0, 22, 3, 1, 1, 8, 6, 1)
+    return library.make_list(bytes(16), struct.pack("=2I", 0, 8), struct.pack("=I", 0), pointers, b"", kernels)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="other tests of this process launch by the same functions")
+def test_kernels_run_as_one_graph_per_stream(library, driver):
+    tensors, every = [torch.ones(4), torch.ones(4)], [make_kernels(library)]
+
+    def events(tensor, stream):
+        library.run(every[0], [tensor], stream)
+        return driver.take_events().decode()
+
+    def kernels(what, tensor):
+        first = tensor.data_ptr()
+        return f"{what} 11, 1, 128, 5, {first}; {what} 22, 3, 256, 6, {first + 4}; "
+
+    graph = "node 11 after 0; node 22 after 11; "
+    assert events(tensors[0], 3) == graph + kernels("set", tensors[0]) + "run 1 on 3; "
+    assert events(tensors[1], 3) == kernels("set", tensors[1]) + "run 1 on 3; "
+    assert events(tensors[0], 4) == kernels("set", tensors[0]) + "run 2 on 4; "
+    assert events(tensors[1], 7) == kernels("launch", tensors[1])  # this stream captures
+    with pytest.raises(RuntimeError, match="launching recorded kernels failed: INVALID_HANDLE"):
+        library.run(every[0], [tensors[0]], 9)
+    every.clear()
+    assert (driver.graphs(), driver.executable_graphs()) == (0, 0)
+    every += [make_kernels(library) for _ in range(300)]
+    for i in range(600):
+        library.run(every[i % 300], tensors, 0)
+    assert (driver.graphs(), driver.executable_graphs()) == (300, 256)
+    every.clear()
+    assert (driver.graphs(), driver.executable_graphs()) == (0, 0)
