@@ -1,4 +1,7 @@
-"""Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties."""
+"""Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties.
+
+`empty_choice` makes the tensors of a choice.
+"""
 
 import torch
 from torch import Tensor
@@ -6,10 +9,13 @@ from torch import Tensor
 from ..runtime.triton import tl, triton
 
 
-def empty_choice(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Return uninitialised tensors for the weights [T, K] and the experts [T, K] of a choice."""
-    shape = logits.shape[0], top_k
-    return logits.new_empty(shape, dtype=torch.float32), logits.new_empty(shape, dtype=torch.int32)
+def empty_choice(
+    like: Tensor,  # [T, ...]
+    top_k: int,
+) -> tuple[Tensor, Tensor]:
+    """Return uninitialised weights [T, K] and experts [T, K] of a choice, on the device of `like`."""
+    shape = like.shape[0], top_k
+    return like.new_empty(shape, dtype=torch.float32), like.new_empty(shape, dtype=torch.int32)
 
 
 @triton.jit
