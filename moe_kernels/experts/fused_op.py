@@ -235,7 +235,7 @@ def read_by_backward(
     if buffer is not None:
         sorted_slots = operands.slots_in(buffer)
         operands = operands._replace(sorted_slots=sorted_slots)
-        if sorted_slots.has_choice:
+        if operands.router is not None:
             topk_weights, topk_experts = sorted_slots.choice(operands.tokens.shape[0])
             operands = operands._replace(topk_weights=topk_weights, topk_experts=topk_experts)
     return SavedForBackward(operands, preactivation, scales, low)

@@ -68,12 +68,11 @@ class ExpertOperands(NamedTuple):
 
     def empty_slots(self) -> SortedSlots:
         """Return uninitialised `sorted_slots`, with space for the choice of the `router`."""
-        has_choice = self.router is not None
-        return SortedSlots.empty(self.tokens, self.top_k, self.num_experts, has_choice=has_choice)
+        return SortedSlots.empty(self.tokens, self.top_k, self.num_experts, has_choice=self.router is not None)
 
     def slots_in(self, buffer: Tensor) -> SortedSlots:
         """Return the `sorted_slots` that forward wrote to the buffer."""
-        return SortedSlots(buffer, self.top_k, self.num_experts, self.router is not None)
+        return SortedSlots(buffer, self.top_k, self.num_experts)
 
     def fuses_router_gradient(self) -> bool:
         """Return whether one launch computes a token's gradient: the sum of the token's rows of dX, plus the gradient

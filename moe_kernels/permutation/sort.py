@@ -122,15 +122,13 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation, and optionally the choice that it sorts, in one tensor. For calls without `max_rows`.
-
-    The tensors of both are views of `buffer` that start at multiples of 16 bytes.
-    """
+    """A permutation in one tensor, for calls without `max_rows`. With a choice, the tensor ends with the weights [T, K]
+    float32 and the experts [T, K] that the permutation sorts. All are views of `buffer` that start at multiples of 16
+    bytes."""
 
     buffer: Tensor  # [N, 4] int32; the first E of its 4 * N elements are the offsets
     slots_per_token: int
     num_sorted_experts: int
-    has_choice: bool  # whether the buffer ends with the weights [T, K] float32 and the experts [T, K] of a choice
 
     @classmethod
     def empty(cls, tokens: Tensor, top_k: int, num_experts: int, *, has_choice: bool) -> SortedSlots:
@@ -138,7 +136,7 @@ class SortedSlots(NamedTuple):
         shapes = _part_shapes(num_tokens, top_k, num_experts, BLOCK_ROWS) + [(num_tokens, top_k)] * 2 * has_choice
         total = sum(map(_padded_size, shapes))
         buffer = tokens.new_empty(total // _ALIGNED_INTEGERS, _ALIGNED_INTEGERS, dtype=torch.int32)
-        return cls(buffer, top_k, num_experts, has_choice)
+        return cls(buffer, top_k, num_experts)
 
     def sort(self, topk_experts: Tensor) -> Permutation:
         """Write the permutation of these slots to `buffer`, and return the permutation as views of `buffer`."""
@@ -157,7 +155,7 @@ class SortedSlots(NamedTuple):
         return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=BLOCK_ROWS))
 
     def choice(self, num_tokens: int) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
-        """Return the views of the choice. The buffer must have one."""
+        """Return the views of the choice. The buffer must have been made with `has_choice`."""
         shape = num_tokens, self.slots_per_token
         size, end = _padded_size(shape), self.buffer.storage_offset() + self.buffer.numel()
         weights, experts = self.buffer.view(torch.float32), self.buffer

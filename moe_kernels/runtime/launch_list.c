@@ -2,7 +2,7 @@
 
    `run` copies the parameters to its stack and writes the addresses of this call's tensors there. The kernels are nodes
    of a CUDA graph: giving the nodes their parameters and launching the graph takes the host a third of the time of
-   separate launches. Python's lock is held in `run`, so threads may run one list at the same time. */
+   separate launches. Threads may run one list at the same time, because `run` holds Python's lock. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <alloca.h>
