@@ -11,7 +11,8 @@ rate of 0 keeps the weights. `generate` decodes greedily with a dynamic cache af
 Implementations share the parameters. Each round times each of them once. `host_ms` is the wall-clock time of one call
 that begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory
 allocated before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest
-implementation of transformers in the same rows.
+implementation of transformers in the same rows. `no_experts` is the bound: experts that only scale their tokens, so the
+rest of the model takes all the time, router included.
 
 Every implementation is first checked against float32, as in `benchmarks.huggingface`. Before each timing, the loss and
 the norm of the gradient must agree with those of transformers' default in eager mode. An implementation that fails has
@@ -33,7 +34,7 @@ import peft
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
 from moe_kernels.runtime.dispatch import IMPLEMENTATIONS
 
@@ -61,6 +62,15 @@ PASSES = ("forward+backward", "training step", GENERATE)
 CHECKED_TOKENS = 1024
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj"]  # also adapted by LoRA, besides the experts
 EMPTY = dict.fromkeys((*Timing._fields, "tokens_per_s", "host_ms", "peak_mib", "times_as_fast"))
+BOUND = "no_experts"
+
+
+def scale_tokens(self: nn.Module, tokens: Tensor, topk_experts: Tensor, topk_weights: Tensor) -> Tensor:  # [T, D]
+    """Compute no experts. The router still gets a gradient."""
+    return tokens * topk_weights[:, :1].to(tokens.dtype)
+
+
+ExpertsInterface.register(BOUND, scale_tokens)
 
 
 @dataclass
@@ -120,7 +130,7 @@ class Measurement:
                 run()
         unit = max(torch.finfo(self.base.dtype).eps, 1e-5)
         limits = {"loss": unit / 8, "gradient_norm": unit}
-        for key, value in self.values(model, run).items():
+        for key, value in self.values(model, run).items() if name != BOUND else ():
             error = abs(value / wanted[key] - 1)
             assert error <= limits[key], f"{key}: {value} differs by {error:.2e} from {wanted[key]}"
         if peak is None and self.tokens.is_cuda:
@@ -148,7 +158,7 @@ def checked_model(options: argparse.Namespace, training: str) -> tuple[nn.Module
                 if name == OURS:
                     raise
 
-        _, errors[name] = attempt(check)
+        _, errors[name] = (None, None) if name == BOUND else attempt(check)
         base.zero_grad()
         free_memory()
     return base, errors
@@ -184,7 +194,7 @@ def bench(
     if timings is None:
         return [{**row, "error": row["error"] or error} for row in rows.values()]
     num_tokens = shared["batch"] * (options.new if generates else shared["length"])
-    best_ms = min((timing.ms for name, timing in timings.items() if name != OURS), default=None)
+    best_ms = min((timing.ms for name, timing in timings.items() if name not in (OURS, BOUND)), default=None)
     for name, timing in timings.items():
         rows[name] |= {**timing._asdict(), "tokens_per_s": 1e3 * num_tokens / timing.ms}
         rows[name] |= {"host_ms": host[name] / 1e3 if host else None}
@@ -209,7 +219,7 @@ COLUMNS = ("training", "mode", "pass", "batch", "length", "implementation", *EMP
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    theirs = [name for name in ALL_EXPERTS_FUNCTIONS.valid_keys() if name != OURS]
+    theirs = [name for name in ALL_EXPERTS_FUNCTIONS.valid_keys() if name != OURS]  # and the bound
     parser.add_argument("--model", choices=list(MODELS), default="qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(1, 1024), (1, 4096), (4, 4096)])
