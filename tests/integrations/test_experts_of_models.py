@@ -14,7 +14,7 @@ from moe_layers.integrations.transformers.experts import expert_classes
 
 from ..dtypes import DTYPES
 from ..tiers import default_tier
-from .models import build, skip_old
+from .models import build, draw_tokens, skip_old
 
 # Gated; biases, interleaved and transposed; biases, transposed; plain; and gated with a norm behind.
 LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark_text"]
@@ -113,15 +113,29 @@ def test_compiles_without_a_break(model_type, device):
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
-def test_layers_share_their_compiled_code(device):
-    model = build("qwen3_moe", device)
-    enable(model)
-    inputs = draw_routing(experts_of(model), torch.float32)
-    graphs = CompileCounterWithBackend("eager")
-    run = torch.compile(lambda experts: experts(*inputs), backend=graphs, fullgraph=True)
-    for layer in model.model.layers:
-        run(layer.mlp.experts)
-    assert len(model.model.layers) == 2 and graphs.frame_count == 1
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT's
+@pytest.mark.parametrize(("model_type", "adapted"), [("qwen3_moe", False), ("qwen3_moe", True), ("llama4_text", False)])
+def test_decoder_layers_share_their_compiled_code(model_type, adapted, device):
+    """PEFT's wrappers and the experts of Llama 4 have forwards of their own."""
+
+    def num_graphs(num_layers):
+        model = build(model_type, device, num_hidden_layers=num_layers)
+        enable(model, implementation="reference")
+        if adapted:
+            pytest.importorskip("peft", reason="needs peft")
+            from . import peft_models
+
+            peft_models.adapt(model, peft_models.lora())
+        torch.compiler.reset()
+        graphs = CompileCounterWithBackend("eager")
+        for layer in model.model.layers:
+            layer.compile(backend=graphs)
+        tokens = draw_tokens(model)
+        for _ in range(2):
+            model(tokens, use_cache=False)
+        return graphs.frame_count
+
+    assert num_graphs(3) == num_graphs(2)
 
 
 @pytest.fixture

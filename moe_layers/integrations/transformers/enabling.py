@@ -19,7 +19,6 @@ from __future__ import annotations
 import importlib
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 from weakref import WeakSet
@@ -37,14 +36,14 @@ from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
 from .experts.discovery import Found, find_experts
-from .experts.experts_forward import ATTRIBUTE, FORMS, NAME, SHARING, TOLD
+from .experts.experts_forward import ATTRIBUTE, ENABLED, FORMS, NAME, SHARING, TOLD
 from .experts.peft_adapters import (
     Place,
     find_places,
     replace_forwards,
-    replace_new_forwards,
     report_wrappers,
     warn_of_missed_targets,
+    watch_wrappers,
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
 from .routers.attached import release_routers
@@ -103,17 +102,18 @@ class _State:
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
-    hooks: list[RemovableHandle]  # hooks on modules that hold experts
+    hooks: list[RemovableHandle]  # `_check_targets` on the innermost of `models` that has experts
     models: list[nn.Module]  # transformers models, which may have `peft_config`
     adapters: dict[str, Any] = field(default_factory=dict)  # checked adapters: name -> PEFT's configuration
 
     def __post_init__(self) -> None:
         _STATES.add(self)
+        watch_wrappers()
 
     def __setstate__(self, values: dict[str, object]) -> None:
         """Add the state of a copied or unpickled model to `_STATES`."""
         vars(self).update(values)
-        _STATES.add(self)
+        self.__post_init__()
 
 
 _STATES: WeakSet[_State] = WeakSet()  # one per enabled model
@@ -156,20 +156,21 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     _check_free(found)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
     places = find_places(model, [part.experts for part in found])
+    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    around = [module for module in models if found[0].experts in set(module.modules())]
     state = _State(
         [(config, config._experts_implementation_internal) for config in configs],
         [part.experts for part in found],
         list(forwards),
         places,
-        [place.holder.register_forward_pre_hook(partial(replace_new_forwards, place)) for place in places],
-        [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)],
+        [module.register_forward_pre_hook(_check_targets) for module in around[-1:]],
+        models,
     )
-    state.hooks.extend(place.holder.register_forward_pre_hook(_check_targets) for place in places[:1])
     setattr(_innermost(model), STATE, state)
     try:
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
-            setattr(part.experts, TOLD, True)
+            setattr(part.experts, ENABLED, part.name.replace(".base_layer", ""))
         for module, forward in forwards.items():
             replace_forward(module, forward)
         for place in places:
@@ -185,19 +186,19 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
 
 
 @called_while_traced
-def _check_new_targets(holder: nn.Module) -> None:
+def _check_new_targets(model: nn.Module) -> None:
     for state in list(_STATES):
-        if any(place.holder is holder for place in state.places[:1]):
+        if model in state.models:
             warn_of_missed_targets(state.models, state.experts, state.adapters)
 
 
-def _check_targets(holder: nn.Module, *_: object) -> None:
+def _check_targets(model: nn.Module, *_: object) -> None:
     """Warn of adapters that were added after `enable` and whose target weights PEFT did not find.
 
-    This function is a hook of the first block. The hook must not refer to the model, because a copy of the block would
-    otherwise copy the model.
+    This function is a hook of a whole model, not of a block, because torch.compile compiles blocks with different hooks
+    one by one.
     """
-    _check_new_targets(holder)
+    _check_new_targets(model)
 
 
 @torch.no_grad()
@@ -273,7 +274,7 @@ def _restore(model: nn.Module, state: _State) -> None:
     for wrapper in (wrapper for place in state.places for wrapper in place.wrappers()):
         restore_forward(wrapper)
     for experts in state.experts:
-        for attribute in (ATTRIBUTE, FORMS, TOLD):
+        for attribute in (ATTRIBUTE, ENABLED, FORMS, TOLD):
             vars(experts).pop(attribute, None)
     # Search for the module that holds the state, because wrappers of torch.compile or peft also expose the state.
     holder = next(module for module in model.modules() if vars(module).get(STATE) is state)

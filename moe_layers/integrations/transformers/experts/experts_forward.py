@@ -34,11 +34,18 @@ NAME = "moe_layers"  # name of `experts_forward` in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # experts' attribute that holds the ExpertsSpec, set by `enable` or the first call
 FORMS = "_moe_layers_forms"  # experts' attribute that holds the KeptForms (cached e4m3 weights), if a precision is set
 SHARING = "_moe_layers_sharing"  # experts' attribute that holds the Sharing, if several ranks share the experts
+ENABLED = "_moe_layers_enabled"  # experts' attribute that holds the experts' name in a model given to `enable`
 DISPATCHED = "_moe_layers_dispatched"  # attribute that holds the experts' name for errors, if transformers shards them
 TOLD = "_moe_layers_told"  # experts' attribute that exists if `_tell_once` must not warn about the experts
 
-# `_calls.changes` is a dict: experts module -> {parameter name: LowRank}. PEFT's wrappers set the dict in a call.
-_calls = threading.local()
+
+class _Calls(threading.local):
+    def __init__(self) -> None:
+        # experts module -> {parameter name: LowRank}. PEFT's wrappers set the dict in a call.
+        self.changes: dict[nn.Module, Mapping[str, LowRank]] = {}
+
+
+_calls = _Calls()
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -170,12 +177,12 @@ def check_weights(name: str, weights: Iterable[Weight]) -> None:
 
 def changes_of(experts: nn.Module) -> Mapping[str, LowRank]:
     """Return the low-rank changes, by parameter name, that PEFT's wrappers have set for the experts in this thread."""
-    return getattr(_calls, "changes", {}).get(experts, {})
+    return _calls.changes.get(experts, {})
 
 
 def call_with_changes(experts: nn.Module, changes: Mapping[str, LowRank], call: Callable[[], Tensor]) -> Tensor:
     """Return the result of `call()`. Until `call` returns, calls of `experts` in this thread apply `changes`."""
-    outer = getattr(_calls, "changes", {})
+    outer = _calls.changes
     _calls.changes = {**outer, experts: changes}
     try:
         return call()
@@ -203,7 +210,8 @@ def _recognise_once(experts: nn.Module) -> None:
 def _tell_once(experts: Any) -> None:
     """Warn once if PEFT computes adapters, and the kernels could compute the adapters after a call of `enable`."""
     changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
-    if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in changes):
+    is_told = ENABLED in vars(experts) or TOLD in vars(experts)
+    if is_told or not any(type(part).__module__.startswith("peft.") for part in changes):
         return
     setattr(experts, TOLD, True)
     kind = type_before_parametrizations(experts).__name__

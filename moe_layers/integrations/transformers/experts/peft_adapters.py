@@ -25,6 +25,7 @@ from ....checks import first_three
 from .experts_forward import (
     ATTRIBUTE,
     DISPATCHED,
+    ENABLED,
     NAME,
     SHARING,
     ExpertsSpec,
@@ -97,18 +98,26 @@ def replace_forwards(place: Place) -> None:
 
 @cache
 def watch_wrappers() -> None:
-    """Apply `adapt_to_shares` to every module that is added to another module from now on."""
-    register_module_module_registration_hook(lambda holder, name, module: adapt_to_shares(module))
+    """Apply `adapt` to every module that is added to another module from now on."""
+    register_module_module_registration_hook(lambda holder, name, module: adapt(module))
 
 
-def adapt_to_shares(module: Any) -> None:
-    """If a module is PEFT's wrapper around experts that ranks share, replace its forward and make its merge raise."""
+def adapt(module: Any) -> None:
+    """If a module is PEFT's wrapper around experts of an enabled model, replace the wrapper's forward. Warn if the
+    kernels cannot compute the wrapper's adapters. If ranks share the experts, make the wrapper's merge raise."""
     if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
         return
     wrapper: Any = module
-    if (name := _name_of_shares(wrapper.get_base_layer())) is not None:
+    experts, is_new = _held_by(wrapper), not is_replaced(wrapper)
+    name, name_of_shares = vars(experts).get(ENABLED), _name_of_shares(experts)
+    if name_of_shares is not None:
         replace_forward(wrapper, _forward)
-        wrapper.merge = partial(_refuse_to_merge, name, wrapper.parameter_name)
+        wrapper.merge = partial(_refuse_to_merge, name_of_shares, wrapper.parameter_name)
+    elif name is not None and is_new:
+        replace_forward(wrapper, _forward)
+        if (reason := _reason_against(wrapper)) is not None:
+            name = f"{name}.{wrapper.parameter_name}"
+            warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
 
 
 def _name_of_shares(experts: nn.Module) -> str | None:
@@ -122,20 +131,6 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
         f"{name}: adapters must be merged into whole experts, got {parameter}, which ranks share; save the adapters by "
         "the PeftModel's save_pretrained, and merge them into a model that is not sharded"
     )
-
-
-def replace_new_forwards(place: Place, *_: object) -> None:
-    """Replace the forward of wrappers that were added after `enable`. This function is a forward pre-hook of the module
-    that holds the wrappers."""
-    if any(_is_param_wrapper(wrapper) and not is_replaced(wrapper) for wrapper in place.wrappers()):
-        _replace_and_warn(place)  # pyright: ignore[reportArgumentType]  # torch's stubs declare a decorator
-
-
-@torch.compiler.disable
-def _replace_and_warn(place: Place) -> None:
-    replace_forwards(place)
-    for name, reason in report_wrappers([place])[1].items():
-        warnings.warn(f"moe_layers: PEFT computes the adapter of {name}, because {reason}", stacklevel=2)
 
 
 def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:

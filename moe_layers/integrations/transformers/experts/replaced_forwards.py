@@ -7,7 +7,6 @@ the forward of the class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -22,7 +21,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     """
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):
-        module.forward = partial(_run, module)
+        module.forward = _Forward(module).run
 
 
 def restore_forward(module: nn.Module) -> None:
@@ -44,8 +43,19 @@ def has_other_forward(module: nn.Module) -> bool:
 
 
 def _is_run(forward: Any) -> bool:
-    return isinstance(forward, partial) and forward.func is _run
+    return isinstance(getattr(forward, "__self__", None), _Forward)
 
 
-def _run(module: nn.Module, *args: Any, **kwargs: Any) -> object:
-    return getattr(module, _FORWARD, type(module).forward)(module, *args, **kwargs)
+class _Forward:
+    """Runs the function that `replace_forward` set.
+
+    Modules hold the method `run`, because torch.compile compares only the code of methods. It would compile each module
+    alone if modules held partial functions.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+
+    def run(self, *args: Any, **kwargs: Any) -> object:
+        module = self._module
+        return getattr(module, _FORWARD, type(module).forward)(module, *args, **kwargs)

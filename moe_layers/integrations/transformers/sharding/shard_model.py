@@ -32,7 +32,7 @@ from ....parallel.meeting import SECONDS, agree, together
 from ....parallel.overlapped import check_overlaps
 from ..enabling import STATE
 from ..experts.experts_forward import ATTRIBUTE, SHARING, ExpertsSpec, check_weights
-from ..experts.peft_adapters import adapt_to_shares, report_wrappers, watch_wrappers
+from ..experts.peft_adapters import adapt, report_wrappers
 from .experts_of_rank import ExpertsOfModule, Sharing
 
 _OP = "shard_experts"
@@ -144,10 +144,9 @@ def shard_experts(
             bytes_of["kept"] += sharded.to_local().nbytes
             bytes_of["freed"] += tensor.nbytes - sharded.to_local().nbytes
         setattr(part.experts, SHARING, sharing)
-    watch_wrappers()
     shared = {part.experts for part in parts}
     for module in model.modules():
-        adapt_to_shares(module)
+        adapt(module)
         if isinstance(module, transformers.PreTrainedModel) and not shared.isdisjoint(module.modules()):
             module.save_pretrained = partial(_refuse_to_save, type(module).__name__)
     return ShardReport(
