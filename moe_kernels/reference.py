@@ -167,7 +167,7 @@ def tile_table(
 
 
 def sort_by_expert(
-    topk_experts: Tensor,  # [T, K] int32
+    topk_experts: Tensor,  # [T, K] int32 or int64
     num_experts: int,
     *,
     block_rows: int = 128,

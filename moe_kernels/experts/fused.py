@@ -139,7 +139,7 @@ def compute_experts(
 
 def compute_chosen(
     tokens: Tensor,  # [T, D]
-    topk_experts: Tensor,  # [T, K] int32
+    topk_experts: Tensor,  # [T, K] int32 or int64
     topk_weights: Tensor,  # [T, K] float32
     weights: ExpertWeights,
     *,

@@ -55,7 +55,7 @@ def check_operands(
     if topk_weights is not None:
         check_dtype("fused_experts", "topk_weights", topk_weights, torch.float32, torch.float64)
     if slots is not None and offsets is None:
-        check_dtype("fused_experts", "topk_experts", slots, torch.int32)
+        check_dtype("fused_experts", "topk_experts", slots, torch.int32, torch.int64)
     others = {"topk_weights": topk_weights, "permutation": offsets, "topk_experts": slots if offsets is None else None}
     operands = {"tokens": tokens, **others, **parts}
     check_same_device("fused_experts", **{name: part for name, part in operands.items() if part is not None})

@@ -23,7 +23,7 @@ class ExpertOperands(NamedTuple):
     tokens: Tensor  # [T, D]
     experts: Experts
     topk_weights: Tensor | None = None  # [T, K] float32 contiguous
-    topk_experts: Tensor | None = None  # [T, K] int32 contiguous
+    topk_experts: Tensor | None = None  # [T, K] int32 or int64, contiguous
     router: LinearRouter | None = None
     rows: Rows | None = None
     sorted_slots: SortedSlots | None = None

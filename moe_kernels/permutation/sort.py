@@ -40,7 +40,7 @@ _ALIGNED_INTEGERS = 4  # number of int32 values in 16 bytes, the alignment for w
 
 
 def sort_by_expert(
-    topk_experts: Tensor,  # [T, K] int32
+    topk_experts: Tensor,  # [T, K] int32 or int64
     num_experts: int,
     *,
     block_rows: int = BLOCK_ROWS,
@@ -52,7 +52,7 @@ def sort_by_expert(
     A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. Each dropped slot leaves a padding
     row after the last expert's rows. Padding rows never affect results. Not differentiable. Deterministic.
 
-    Shapes: topk_experts [T, K] int32.
+    Shapes: topk_experts [T, K] int32 or int64.
 
     Args:
         block_rows: the tile height of the permutation's tile table.
@@ -86,7 +86,7 @@ def check_num_experts(num_experts: int) -> None:
 @once_per_form
 def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None:
     check_shapes("sort_by_expert", topk_experts=(topk_experts, "T K"))
-    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32)
+    check_dtype("sort_by_expert", "topk_experts", topk_experts, torch.int32, torch.int64)
     if num_experts < 1:
         raise ValueError(f"sort_by_expert: num_experts must be positive, got {num_experts}")
     if max_rows is not None and max_rows < 1:
@@ -191,8 +191,8 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     num_blocks = cdiv(num_slots, block_slots)
     # `counts` first holds each expert's number of slots in each block. The scan replaces each number by the sum over
     # earlier blocks.
-    counts = topk_experts.new_empty(num_blocks, num_experts)
-    totals = topk_experts.new_empty(num_experts)
+    counts = topk_experts.new_empty(num_blocks, num_experts, dtype=torch.int32)
+    totals = topk_experts.new_empty(num_experts, dtype=torch.int32)
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
@@ -205,7 +205,14 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
 def _empty_sort(topk_experts, num_experts, block_rows):
     num_tokens, top_k = topk_experts.shape
     shapes = _part_shapes(num_tokens, top_k, num_experts, block_rows)
-    return tuple(topk_experts.new_empty(shape) for shape in shapes)
+    return tuple(topk_experts.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@triton.jit
+def _load_experts(experts_ptr, slot, num_slots, E):
+    """Return the experts of slots as int32, and E for dropped slots and beyond the last slot."""
+    expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_slots", "capacity"])
@@ -239,8 +246,8 @@ def _rank_kernel(
         index = tl.arange(0, E_P2)
         totals = tl.zeros((E_P2,), tl.int32)
         for first in range(0, num_slots, BLOCK):
-            expert = tl.load(experts_ptr + first + lane, mask=first + lane < num_slots, other=-1)
-            kept = (expert >= 0) & (expert < E)
+            expert = _load_experts(experts_ptr, first + lane, num_slots, E)
+            kept = expert < E
             totals += tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)
         ends = tl.cumsum(totals, 0)
         if tl.program_id(0) == 0:
@@ -263,20 +270,16 @@ def _rank_kernel(
         )
     else:
         slot = (tl.program_id(0) - table_programs) * RANKED + tl.arange(0, RANKED)
-        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots count as expert E. Lanes of `value` past the last slot hold E + 1, to rank after all slots.
-        kept = (expert >= 0) & (expert < E)
-        expert = tl.where(kept, expert, E)
+        expert = _load_experts(experts_ptr, slot, num_slots, E)
         row = tl.zeros((RANKED,), tl.int32)
         for first in range(0, num_slots, BLOCK):
             other = first + lane
-            value = tl.load(experts_ptr + other, mask=other < num_slots, other=-1)
-            value = tl.where((value >= 0) & (value < E), value, E)
-            value = tl.where(other < num_slots, value, E + 1)[None, :]
+            value = _load_experts(experts_ptr, other, num_slots, E)
+            value = tl.where(other < num_slots, value, E + 1)[None, :]  # lanes past the last slot rank after all slots
             is_tie = value == expert[:, None]  # [RANKED, BLOCK]
             is_before = (value < expert[:, None]) | (is_tie & (other[None, :] < slot[:, None]))
             row += tl.sum(is_before.to(tl.int32), 1)
-        tl.store(slot_to_row_ptr + slot, tl.where(kept, row, -1), mask=slot < num_slots)
+        tl.store(slot_to_row_ptr + slot, tl.where(expert < E, row, -1), mask=slot < num_slots)
         tl.store(row_to_token_ptr + row, (slot // TOP_K).to(tl.int32), mask=slot < num_slots)
 
 
@@ -292,8 +295,8 @@ def _count_kernel(
     """One program writes counts[block, :], the number of each expert's slots in the block. Grid: (num_blocks,)."""
     block = tl.program_id(0).to(tl.int64)
     slot = block * BLOCK + tl.arange(0, BLOCK)
-    expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-    kept = (expert >= 0) & (expert < E)
+    expert = _load_experts(experts_ptr, slot, num_slots, E)
+    kept = expert < E
     counts = tl.histogram(tl.where(kept, expert, 0), E_P2, mask=kept)  # [E_P2]
     index = tl.arange(0, E_P2)
     tl.store(counts_ptr + block * E + index, counts, mask=index < E)
@@ -381,9 +384,8 @@ def _place_kernel(
         first_lane = tl.cumsum(counts, 0) - counts  # position of each expert's first slot in the sorted block
         lane = tl.arange(0, BLOCK)
         slot = block.to(tl.int64) * BLOCK + lane
-        expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
-        # Dropped slots count as expert E. The keys are distinct, so any sort of the keys is a stable sort of the slots.
-        keys = sort(tl.where((expert >= 0) & (expert < E), expert, E) * BLOCK + lane)
+        # The keys are distinct, so any sort of the keys is a stable sort of the slots.
+        keys = sort(_load_experts(experts_ptr, slot, num_slots, E) * BLOCK + lane)
         expert = keys // BLOCK
         slot = block.to(tl.int64) * BLOCK + keys % BLOCK
         kept = expert < E

@@ -97,7 +97,7 @@ class MoEExperts(nn.Module):
             biases = getattr(self, name + "_bias"), self.down_proj_bias
         weights = top_k_weights if top_k_weights.dtype == torch.float64 else top_k_weights.float()
         parts, activation = ExpertWeights(up, down, *biases), getattr(self, _ACTIVATION)
-        return compute_chosen(hidden_states, top_k_index.int(), weights, parts, activation=activation)
+        return compute_chosen(hidden_states, top_k_index, weights, parts, activation=activation)
 '''
 
 _CARD = """---

@@ -95,7 +95,7 @@ class FusedRoutedExperts(RoutedExperts):
             return super().forward(x_BLD, topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         tokens, weights = x_BLD.flatten(0, 1), topk_scores_BLK.flatten(0, 1).float()
         w_up, w_down = self.inner_experts.weights(tokens.dtype)
-        permutation = sort_by_expert(topk_expert_ids_BLK.flatten(0, 1).int(), len(w_up))
+        permutation = sort_by_expert(topk_expert_ids_BLK.flatten(0, 1), len(w_up))
         return fused_experts(tokens, weights, permutation, w_up, w_down, activation=_ACTIVATION).view(x_BLD.shape)
 
 

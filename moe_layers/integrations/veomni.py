@@ -51,7 +51,7 @@ def fused_moe_forward(
     if get_parallel_state().ep_enabled:
         raise ValueError("fused_moe_layers: ep_size must be 1, got expert parallelism; use fused_triton with it")
     activation = "swiglu" if swiglu_limit is None else Activation("clamped_swiglu", limit=swiglu_limit)
-    operands = routing_weights.float(), sort_by_expert(selected_experts.int(), num_experts), fc1_1_2_weight, fc2_weight
+    operands = routing_weights.float(), sort_by_expert(selected_experts, num_experts), fc1_1_2_weight, fc2_weight
     return fused_experts(hidden_states, *operands, activation=activation)
 
 

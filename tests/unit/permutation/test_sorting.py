@@ -39,10 +39,11 @@ def test_matches_reference(case, block_rows, device):
     assert_same(actual, reference.sort_by_expert(experts, case.num_experts, block_rows=block_rows))
 
 
+@pytest.mark.parametrize(("dtype", "unknown"), [(torch.int32, 7), (torch.int64, 2**32)], ids=["int32", "int64"])
 @pytest.mark.parametrize("op", [triton_sort, reference.sort_by_expert])
-def test_worked_by_hand(op, device):
-    # Three tokens, two choices each. Slots: 0->2, 1->0, 2->0, 3->2, 4->7 (dropped), 5->0.
-    experts = torch.tensor([[2, 0], [0, 2], [7, 0]], dtype=torch.int32, device=device)
+def test_worked_by_hand(op, dtype, unknown, device):
+    # Three tokens, two choices each. Slots: 0->2, 1->0, 2->0, 3->2, 4->unknown (dropped), 5->0.
+    experts = torch.tensor([[2, 0], [0, 2], [unknown, 0]], dtype=dtype, device=device)
     permutation = op(experts, 3, block_rows=2)
     assert permutation.offsets.tolist() == [3, 3, 5]
     assert permutation.slot_to_row.tolist() == [[3, 0], [1, 4], [-1, 2]]
@@ -109,7 +110,7 @@ def test_bounded_rows_match_reference(case, max_rows, device):
     ("experts", "num_experts", "message"),
     [
         (torch.zeros(3, dtype=torch.int32), 2, r"topk_experts must be \[T, K\], got \[3\]"),
-        (torch.zeros(3, 1), 2, "topk_experts must be torch.int32, got torch.float32"),
+        (torch.zeros(3, 1), 2, "topk_experts must be torch.int32 or torch.int64, got torch.float32"),
         (torch.zeros(3, 1, dtype=torch.int32), 0, "num_experts must be positive, got 0"),
     ],
 )

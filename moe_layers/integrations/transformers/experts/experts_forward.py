@@ -234,10 +234,9 @@ def experts_forward(
         ValueError: this package cannot compute the module. The first call raises the error, with the reason.
     """
     _recognise_once(self)
-    top_k_index = top_k_index.int()
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
     if (sharing := getattr(self, SHARING, None)) is not None:
-        return sharing.forward(self, hidden_states, top_k_index, top_k_weights)
+        return sharing.forward(self, hidden_states, top_k_index.int(), top_k_weights)
     changes = changes_of(self)
     return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)
 
@@ -245,7 +244,7 @@ def experts_forward(
 def compute_module(
     self: Any,  # an experts module with a spec
     tokens: Tensor,  # [T, D]
-    choice: Tensor | ExpertRows,  # [T, K] int32, or the rows that a dispatcher passes
+    choice: Tensor | ExpertRows,  # [T, K] int32 or int64, or the rows that a dispatcher passes
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
     parameters: tuple[Weight, Weight] | None = None,  # identify the cached e4m3 weights; None: the parameters of `self`
