@@ -156,7 +156,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     _check_free(found)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
     places = find_places(model, [part.experts for part in found])
-    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
+    models: list[nn.Module] = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     around = [module for module in models if found[0].experts in set(module.modules())]
     state = _State(
         [(config, config._experts_implementation_internal) for config in configs],
