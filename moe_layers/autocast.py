@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from moe_kernels.runtime.pytorch import any_autocast_is_enabled
 from moe_kernels.types import Weight
 
 Result = TypeVar("Result")
@@ -21,8 +22,8 @@ def call_with_autocast_rules(
     As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
     the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
     """
-    device_type = weight.device.type
-    if not autocast_is_enabled(device_type):
+    # Most calls end here, because a device's type takes longer to read.
+    if not any_autocast_is_enabled() or not autocast_is_enabled(device_type := weight.device.type):
         return function(tokens, weight, *others)
     with torch.autocast(device_type, enabled=False):
         operands = (tokens, weight, *others)

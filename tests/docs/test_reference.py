@@ -216,7 +216,7 @@ def test_whole_models_numbers_equal_their_results_file():
     rows = {(r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h200_6776001.json")}
     ratios = {}
     for key in {key[:3] for key in rows}:
-        ours, theirs, bound = (rows[*key, name] for name in ("moe_layers", "grouped_mm", "no_experts"))
+        ours, theirs, bound = (rows[(*key, name)] for name in ("moe_layers", "grouped_mm", "no_experts"))
         ratios[key] = f"{theirs['ms'] / ours['ms']:.2f}"
         cells = [
             key[0],

@@ -209,9 +209,8 @@ def _recognise_once(experts: nn.Module) -> None:
 
 def _tell_once(experts: Any) -> None:
     """Warn once if PEFT computes adapters, and the kernels could compute the adapters after a call of `enable`."""
-    changes = [part for chain in getattr(experts, "parametrizations", {}).values() for part in chain]
-    is_told = ENABLED in vars(experts) or TOLD in vars(experts)
-    if is_told or not any(type(part).__module__.startswith("peft.") for part in changes):
+    chains = experts.parametrizations.values() if "parametrizations" in experts._modules else ()
+    if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in chain(*chains)):
         return
     setattr(experts, TOLD, True)
     kind = type_before_parametrizations(experts).__name__
@@ -233,9 +232,11 @@ def experts_forward(
     Raises:
         ValueError: this package cannot compute the module. The first call raises the error, with the reason.
     """
-    _recognise_once(self)
+    # Look attributes up in `__dict__`, because `nn.Module.__getattr__` takes long to find that one is missing.
+    if ENABLED not in self.__dict__:
+        _recognise_once(self)
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
-    if (sharing := getattr(self, SHARING, None)) is not None:
+    if (sharing := self.__dict__.get(SHARING)) is not None:
         return sharing.forward(self, hidden_states, top_k_index.int(), top_k_weights)
     changes = changes_of(self)
     return compute_module(self, hidden_states, top_k_index, top_k_weights, changes).to(hidden_states.dtype)
