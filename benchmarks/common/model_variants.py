@@ -40,7 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of the confi
         | {"norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
     ),
 }
-NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # in `benchmarks.huggingface` and `benchmarks.generate`
+NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # in `benchmarks.huggingface`
 OURS = "moe_layers"
 VOCABULARY = 32000
 ATTENTION = "causal_without_mask"  # name in transformers' registry of attention functions

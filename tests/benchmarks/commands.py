@@ -13,7 +13,6 @@ COMMANDS = {
     "checkpoint": "--shape tiny",
     "compiled_block": "--shapes tiny",
     "fp8": "--shapes tiny",
-    "generate": "--shape tiny --batch 1 2 --prompt 4 --new 2",
     "grouped_gemm": "--shapes tiny --gemms up up_wgrad --routing even",
     "grouped_gemm_list": "--problems 2x16",
     "huggingface": "--shape tiny --routing",

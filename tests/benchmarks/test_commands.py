@@ -15,9 +15,9 @@ from .commands import COMMANDS, run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # These compile for seconds, or run kernels, which without a GPU only the interpreter does.
-SLOW = {"compiled_block", "fp8", "generate", "grouped_gemm", "small_batches"}
+SLOW = {"compiled_block", "fp8", "grouped_gemm", "small_batches"}
 KERNELS = {"fp8", "grouped_gemm"}
-NEEDED = {"huggingface": "transformers", "huggingface --lora": "peft", "generate": "transformers"}
+NEEDED = {"huggingface": "transformers", "huggingface --lora": "peft"}
 FILES = sorted(path.stem for path in (ROOT / "benchmarks").glob("*.py") if path.stem != "__init__")
 
 
