@@ -116,3 +116,22 @@ def test_an_enabled_model_unpickles_in_a_new_process(model_type, part, tmp_path,
     enable(model.get_submodule(part))
     torch.save((model, tokens, model(input_ids=tokens).logits.detach()), tmp_path / "pickled.pt")
     run_python(["-c", PICKLED], cwd=tmp_path, interpret=True)
+
+
+ADAPTED = """
+import peft, torch
+block = torch.load("block.pt", weights_only=False)
+targets = ["experts.gate_up_proj", "experts.down_proj"]
+peft.inject_adapter_in_model(peft.LoraConfig(target_modules=[], target_parameters=targets), block)
+wrappers = [module for module in block.modules() if hasattr(module, "parameter_name")]
+assert len(wrappers) == 2 and all("_moe_layers_forward" in vars(wrapper) for wrapper in wrappers)
+"""
+
+
+@slow  # a process that imports transformers and PEFT
+def test_an_unpickled_block_takes_adapters_in_a_new_process(tmp_path):
+    pytest.importorskip("peft", reason="needs peft")
+    model = build("qwen3_moe")
+    enable(model)
+    torch.save(model.model.layers[0].mlp, tmp_path / "block.pt")
+    run_python(["-c", ADAPTED], cwd=tmp_path)

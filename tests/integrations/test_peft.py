@@ -383,3 +383,9 @@ def test_compiled_block(order, device):
     block.compile(backend="aot_eager", fullgraph=order == "adapted")
     assert_accurate(step_of_block(block), baseline, exact)
     assert "forward" in vars(block.experts) and "forward" in vars(block.experts.base_layer)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_modules_of_torchscript_can_be_added():
+    """A look at their class's `forward` raises."""
+    torch.nn.Sequential(torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2))))

@@ -1,6 +1,7 @@
 """Attachments to the modules of an enabled model still apply: hooks, and low-rank changes of the weights."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -172,6 +173,16 @@ def test_disable_keeps_hooks_around_a_replaced_forward(model_type, device):
     assert torch.equal(model(input_ids=tokens)[0], ours)
     disable(part)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_a_replaced_forward_may_be_bound_to_its_module(device):
+    """accelerate's mixed precision binds the function of a method to the module."""
+    model, _, replaced = with_replaced_forward("llama4_text", device)
+    tokens = draw_tokens(model)
+    ours = model(input_ids=tokens)[0]
+    for module in replaced:
+        module.forward = MethodType(module.forward.__func__, module)
+    assert torch.equal(model(input_ids=tokens)[0], ours)
 
 
 def test_a_copy_keeps_its_hooks(device):

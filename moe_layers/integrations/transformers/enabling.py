@@ -43,7 +43,6 @@ from .experts.peft_adapters import (
     replace_forwards,
     report_wrappers,
     warn_of_missed_targets,
-    watch_wrappers,
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
 from .routers.attached import release_routers
@@ -108,12 +107,11 @@ class _State:
 
     def __post_init__(self) -> None:
         _STATES.add(self)
-        watch_wrappers()
 
     def __setstate__(self, values: dict[str, object]) -> None:
         """Add the state of a copied or unpickled model to `_STATES`."""
         vars(self).update(values)
-        self.__post_init__()
+        _STATES.add(self)
 
 
 _STATES: WeakSet[_State] = WeakSet()  # one per enabled model

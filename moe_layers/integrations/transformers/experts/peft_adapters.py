@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -96,12 +96,6 @@ def replace_forwards(place: Place) -> None:
             replace_forward(wrapper, _forward)
 
 
-@cache
-def watch_wrappers() -> None:
-    """Apply `adapt` to every module that is added to another module from now on."""
-    register_module_module_registration_hook(lambda holder, name, module: adapt(module))
-
-
 def adapt(module: Any) -> None:
     """If a module is PEFT's wrapper around experts of an enabled model, replace the wrapper's forward. Warn if the
     kernels cannot compute the wrapper's adapters. If ranks share the experts, make the wrapper's merge raise."""
@@ -173,6 +167,8 @@ def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, co
 
 def _is_param_wrapper(module: nn.Module) -> bool:
     """Return whether the module's class uses ParamWrapper's forward. Subclasses made by FSDP inherit this forward."""
+    if "parameter_name" not in vars(module):  # of another class, perhaps of one that refuses the next line
+        return False
     forward = type(module).forward
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
 
@@ -276,3 +272,8 @@ def _sum(changes: list[LowRank]) -> LowRank:
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))
+
+
+# Adapt wrappers when PEFT adds them to a module. The hook is registered with this file, because unpickling a part of an
+# enabled model imports this file, but calls nothing of it.
+register_module_module_registration_hook(lambda holder, name, module: adapt(module))

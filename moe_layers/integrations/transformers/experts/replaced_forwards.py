@@ -57,5 +57,5 @@ class _Forward:
         self._module = module
 
     def run(self, *args: Any, **kwargs: Any) -> object:
-        module = self._module
+        module = self if isinstance(self, nn.Module) else self._module  # accelerate binds this function to the module
         return getattr(module, _FORWARD, type(module).forward)(module, *args, **kwargs)

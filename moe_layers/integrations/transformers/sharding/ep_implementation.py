@@ -22,7 +22,6 @@ from ....parallel.expert_parallel import ExpertParallel
 from ..experts.discovery import has_interface
 from ..experts.expert_classes import swap_of
 from ..experts.experts_forward import DISPATCHED, NAME, ExpertsSpec, experts_forward, interface_spec, recognise_once
-from ..experts.peft_adapters import watch_wrappers
 from .experts_of_rank import Sharing
 
 
@@ -48,7 +47,6 @@ class DispatchedExperts(EPImplementation):
         num_local: int = experts.num_experts
         self._sharing = Sharing(name, num_local * ranks.size, ranks, style)
         setattr(experts, DISPATCHED, name)
-        watch_wrappers()
 
     def __call__(
         self,
