@@ -167,7 +167,7 @@ def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, co
 
 def _is_param_wrapper(module: nn.Module) -> bool:
     """Return whether the module's class uses ParamWrapper's forward. Subclasses made by FSDP inherit this forward."""
-    if "parameter_name" not in vars(module):  # of another class, perhaps of one that refuses the next line
+    if "parameter_name" not in vars(module):  # classes of TorchScript raise an error when the next line reads them
         return False
     forward = type(module).forward
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
@@ -274,6 +274,6 @@ def _sum(changes: list[LowRank]) -> LowRank:
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))
 
 
-# Adapt wrappers when PEFT adds them to a module. The hook is registered with this file, because unpickling a part of an
-# enabled model imports this file, but calls nothing of it.
+# Adapt wrappers when PEFT adds them to a module. The import registers the hook, because unpickling a block of an
+# enabled model imports this file and calls no function of it.
 register_module_module_registration_hook(lambda holder, name, module: adapt(module))

@@ -49,8 +49,8 @@ def _is_run(forward: Any) -> bool:
 class _Forward:
     """Runs the function that `replace_forward` set.
 
-    Modules hold the method `run`, because torch.compile compares only the code of methods. It would compile each module
-    alone if modules held partial functions.
+    Modules hold the method `run`. torch.compile compares methods by their code, and partial functions by identity. With
+    partial functions, torch.compile would compile each module alone.
     """
 
     def __init__(self, module: nn.Module):
