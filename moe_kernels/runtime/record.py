@@ -2,15 +2,19 @@
 of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
-in one block, where temporaries with separate lifetimes share bytes. The block is freed at the end of a run. If the
-block would exceed 32 MiB, temporaries above 1 MiB are allocated separately. Each such temporary is allocated before the
-first launch that uses it and freed after the last launch that uses it, as in the function.
+in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other memories
+first, makes all launches at once, and frees the block at the end.
+
+That would raise the peak memory of large records. If it needs more than 64 MiB above what is in use at the same time in
+the function, memories above 1 MiB are allocated before the first launch that uses them and freed after the last one, as
+in the function. The launches between two such steps are made at once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -22,9 +26,9 @@ from .pytorch import EMPTY_STRIDED, unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
-_MOST_BLOCK_BYTES = 32 << 20  # maximum size in bytes of a block with temporaries above 1 MiB
-# Size in bytes. Temporaries up to this size always share the block. Memories up to this size outside the block may stay
-# allocated for some steps after their last use.
+_MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
+# Size in bytes. In the other records, temporaries up to this size share the block, and memories up to this size outside
+# the block may stay allocated for some steps after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 
@@ -143,21 +147,23 @@ class _Plan:
             if memory.made_by == "function" and memory.num_bytes and memory.steps and not memory.in_calls
         ]
         block_bytes = self._place(temporaries, block)
-        if block_bytes > _MOST_BLOCK_BYTES:
+        in_block = {index for *_, index in temporaries}
+        freed = {  # the memories that a run frees, or allocates and returns
+            index: memory
+            for index, memory in enumerate(memories)
+            if memory.steps and (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
+        }
+        own_bytes = sum(memory.num_bytes for index, memory in freed.items() if index not in in_block)
+        is_at_once = block_bytes + own_bytes - _peak(freed.values()) <= _MOST_EXTRA_BYTES
+        if not is_at_once:
             large = [entry for entry in temporaries if entry[0] > _MOST_SMALL_BYTES]
             self.places |= {index: (index, 0) for *_, index in large}
             temporaries = [entry for entry in temporaries if entry[0] <= _MOST_SMALL_BYTES]
             block_bytes = self._place(temporaries, block)
+            in_block = {index for *_, index in temporaries}
         block_bytes = self._place_scratch(steps, block, block_bytes)
-        in_block = {index for *_, index in temporaries}
-        own = {
-            index: memory
-            for index, memory in enumerate(memories)
-            if (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
-            and memory.steps
-            and index not in in_block
-        }
-        self.segments = self._segments(steps, own, (block, block_bytes))
+        own = {index: memory for index, memory in freed.items() if index not in in_block}
+        self.segments = self._segments(steps, own, (block, block_bytes), is_at_once)
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
         """Let memories share bytes if they are never in use at the same time. Return the size of the block in bytes."""
@@ -178,7 +184,7 @@ class _Plan:
         return num_bytes + _aligned(max(sizes, default=0))
 
     def _segments(
-        self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int]
+        self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int], is_at_once: bool
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
         """Return (first step, step after the last, allocations, indices of memories to free afterwards) per segment."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
@@ -188,7 +194,7 @@ class _Plan:
                 cuts |= {at, at + 1}
             begins = any(memory.steps[0] == at and memory.made_by != "caller" for memory in own.values())
             previous = max(cut for cut in cuts if cut <= at)
-            large = (memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES)
+            large = [memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES and not is_at_once]
             if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
         bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # without steps, one empty segment
@@ -205,6 +211,15 @@ class _Plan:
             dead = [index for index, memory in own.items() if first <= memory.steps[-1] < last and index not in outputs]
             segments.append((first, last, tuple(allocations), tuple(dead)))
         return segments
+
+
+def _peak(memories: Iterable[Memory]) -> int:
+    """Return the largest number of bytes in use in a step if each memory is freed after its last use."""
+    changes: Counter[int] = Counter()
+    for memory in memories:
+        changes[0 if memory.made_by == "caller" else memory.steps[0]] += memory.num_bytes
+        changes[memory.steps[-1] + 1] -= memory.num_bytes
+    return max(accumulate(changes[step] for step in sorted(changes)), default=0)
 
 
 def _aligned(num_bytes: int) -> int:

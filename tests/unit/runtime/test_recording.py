@@ -1,9 +1,12 @@
 """Recordings of plain functions: what is repeated, and what is not."""
 
+import gc
+
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from moe_kernels.runtime import replay
+from moe_kernels.runtime import record, replay
 from moe_kernels.runtime.launch import launch_kernel, launching
 from moe_kernels.runtime.replay import Replayed
 from moe_kernels.runtime.triton import HAS_TRITON, tl, triton
@@ -16,6 +19,11 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no ops without
 @triton.jit
 def _one_kernel(out_ptr):
     tl.store(out_ptr, 1)
+
+
+@triton.jit
+def _copy_kernel(from_ptr, to_ptr):
+    tl.store(to_ptr, tl.load(from_ptr))
 
 
 @pytest.fixture
@@ -162,3 +170,37 @@ def test_results_of_replays_are_not_shared(replayed, device):
     made[2][0].zero_()
     made[2][1].add_(1)
     assert_same(made[3], [tokens + 1, tokens.new_zeros(3)])
+
+
+# Two memories of 4 KiB that may share bytes, and one of 1 KiB, are in one block. With the output, 1 KiB more is in use
+# than in the function.
+@pytest.mark.parametrize(("most_extra", "want"), [(1024, [1024, 6144]), (1023, [4096, 5120, 5120, 5120])])
+def test_a_record_allocates_everything_first_unless_the_peak_rises(most_extra, want, replayed, device, monkeypatch):
+    monkeypatch.setattr(record, "_MOST_EXTRA_BYTES", most_extra)
+    monkeypatch.setattr(record, "_MOST_SMALL_BYTES", 0)
+    allocated, in_use = [], []
+
+    def allocate(*form):
+        gc.collect()  # the interpreter's launches leave cycles
+        out = empty(*form)
+        allocated.append((StorageWeakRef(out.untyped_storage()), out.untyped_storage().nbytes()))
+        in_use.append(sum(num_bytes for storage, num_bytes in allocated if not storage.expired()))
+        return out
+
+    empty = record.EMPTY_STRIDED[device]
+    monkeypatch.setitem(record.EMPTY_STRIDED, device, allocate)
+
+    def copies(x):
+        for num_elements in (1024, 256, 1024, 256):
+            x, given = x.new_empty(num_elements), x
+            launch_kernel(_copy_kernel, (1,), given, x)
+        return x
+
+    run = replayed(copies, launches=False)
+    for seed in range(3):
+        x = torch.full((256,), float(seed), device=device)
+        allocated.clear()
+        in_use.clear()
+        assert run(x)[0] == seed
+    assert run.states() == ["replayed"]
+    assert in_use == want
