@@ -22,7 +22,7 @@ from .types import ExpertAdapters, Permutation, Routing, TileTable
 
 def _sqrt_softplus(logits: Tensor) -> Tensor:
     score = functional.softplus(logits)
-    is_zero = score == 0  # float32 logits below -104; masked, because sqrt's gradient at 0 is infinite
+    is_zero = score == 0  # true for float32 logits below -104; masked, because the gradient of sqrt at 0 is infinite
     return score.masked_fill(is_zero, 1.0).sqrt().masked_fill(is_zero, 0.0)
 
 
@@ -108,8 +108,8 @@ def routing_weights(
     experts = torch.where(topk_experts < logits.shape[1], topk_experts, -1).long()
     if not spec.is_softmax_of_chosen:
         return _weights_of_choice(logits, experts, spec)
-    # These weights equal those of `_weights_of_choice`, but are also defined if the probabilities of all chosen
-    # experts underflow.
+    # A softmax over the chosen logits, times the scale, equals `_weights_of_choice`. The softmax is also defined if the
+    # probabilities of all chosen experts underflow.
     chosen = torch.where(experts >= 0, logits.gather(1, experts.clamp(min=0)), torch.finfo(logits.dtype).min)
     weights = chosen.softmax(-1)
     weights = weights if spec.is_softmax_of_logits else weights * spec.scale
@@ -155,7 +155,8 @@ def tile_table(
     bounds = functional.pad(ends, (1, 1))
     bounds[-1] = num_rows
     counts = (bounds.diff() + block_rows - 1) // block_rows  # [G + 1]
-    # Maximum number of groups with rows. Integers use `min`: Dynamo of PyTorch 2.11 refuses `sym_min` of them.
+    # `most` is the maximum number of groups that have rows. `min` handles integers, because Dynamo of PyTorch 2.11
+    # refuses `sym_min` of integers.
     most = min(len(counts), num_rows) if isinstance(num_rows, int) else torch.sym_min(len(counts), num_rows)
     entry = torch.arange((num_rows - most) // block_rows + most, device=offsets.device)
     group = torch.searchsorted(counts[:-1].cumsum(0), entry, right=True)
@@ -203,8 +204,8 @@ def _split_groups(
     ends = offsets.long().clamp(0, rows.shape[0]).cummax(0).values
     sizes = functional.pad(ends, (1, 1)).diff()
     sizes[-1] += rows.shape[0]
-    # Make rows contiguous. In tracers the sizes of pieces are symbols. Tracers cannot compare these symbols with the
-    # strides of column-major pieces.
+    # Make rows contiguous, because the sizes of pieces are symbols under a tracer. Tracers cannot compare these symbols
+    # with the strides of column-major pieces.
     return rows.contiguous().split(sizes.tolist())
 
 
@@ -318,7 +319,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 def _at_most(x: Tensor, limit: float) -> Tensor:
-    """Return min(x, limit) with gradient 1 at the limit, where `Tensor.clamp` has gradient 0 from PyTorch 2.14 on."""
+    """Return min(x, limit) with gradient 1 at x = limit. `Tensor.clamp` has gradient 0 there from PyTorch 2.14 on."""
     return torch.where(x > limit, limit, x)
 
 
@@ -335,7 +336,7 @@ def _gpt_oss(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-# name -> function of (gate, up) if gated, else of one value; some functions also take the limit, or limit and alpha
+# name -> function of gate and up if gated, else of one value. Further parameters: none, the limit, or limit and alpha.
 _ACTIVATIONS = {
     "swiglu": lambda gate, up: functional.silu(gate) * up,
     "geglu": lambda gate, up: functional.gelu(gate) * up,

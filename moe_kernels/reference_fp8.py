@@ -1,7 +1,7 @@
 """Specification of GEMMs with block-scaled e4m3 operands, and of experts that train with such GEMMs.
 
 A block's scale is its largest absolute value divided by 448, the largest number of e4m3. Rows have blocks of 1 x 128
-along the reduction, weights blocks of 128 x 128, as in section 3.3 of https://arxiv.org/abs/2412.19437.
+along the reduction, and weights have blocks of 128 x 128, as in section 3.3 of https://arxiv.org/abs/2412.19437.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .types import Permutation
 
 BLOCK = 128
 LARGEST = 448.0  # the largest e4m3 number
-SMALLEST = 1e-30  # blocks with a smaller maximum get the scale of this maximum, so the inverse is finite
+SMALLEST = 1e-30  # blocks with a smaller nonzero maximum get the scale of this maximum, so that its inverse is finite
 
 
 def quantize_blocks(
@@ -28,11 +28,11 @@ def quantize_blocks(
     rows: int,
     columns: int,
 ) -> tuple[Tensor, Tensor]:  # values [..., M, N] e4m3, scales [..., ceil(M / rows), ceil(N / columns)] float32
-    """Divide each value by its block's scale in float32, and round the quotient to e4m3. Return (numbers, scales).
+    """Divide each value by its block's scale in float32, and round the quotient to e4m3. Return (values, scales).
 
     The largest magnitude of a block becomes 448, unless that magnitude is below 1e-30. A block of zeros has scale 1. If
-    a block contains NaN, all its numbers become NaN. If a block contains an infinity, the infinity becomes NaN and the
-    scale infinite.
+    a block contains NaN, all values of the block become NaN. If a block contains an infinity, the infinity becomes NaN
+    and the scale becomes infinite.
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
@@ -126,12 +126,12 @@ class _Linear(torch.autograd.Function):
 
 class _WeightedLinear(torch.autograd.Function):
     """Computes rows @ weight^T, and sums each token's products times their routing weights w. Backward rounds a token's
-    upstream gradient to e4m3 before the multiplication by w. Backward reads `kept` instead of `rows`: the rows
-    themselves, or a less precise copy of the rows. dA' is the gradient of the rows without the factor w:
+    upstream gradient to e4m3 before the multiplication by w. `kept` is `rows`, or a less precise copy of `rows`.
+    Backward reads only `kept`. dA' is the gradient of the rows without the factor w:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
 
-    Autograd passes the gradient of the rows to `kept`, and none to `rows`.
+    Autograd passes the gradient of the rows to `kept`. `rows` gets no gradient.
     """
 
     @staticmethod
@@ -177,8 +177,8 @@ def fused_experts(
     saves_fp8: bool = False,
 ) -> Tensor:  # [T, D]
     """Compute `reference.fused_experts` with e4m3 operands in four of its six GEMMs: the two of forward, and the two
-    that compute gradients of rows. The gradients of weights have operands in the dtype of the tokens. With `saves_fp8`,
-    backward reads the pre-activations as e4m3 numbers with scales."""
+    that compute gradients of rows. The other two GEMMs, for gradients of weights, have operands in the dtype of the
+    tokens. With `saves_fp8`, backward reads the pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = reference.permute(tokens, permutation)  # [R, D]
     if weight_on_input:
@@ -189,7 +189,8 @@ def fused_experts(
     kept = activated
     if saves_fp8:
         rounded = _rounded_rows(preactivation.detach(), _wide(rows)).to(rows.dtype)
-        read = preactivation + (rounded - preactivation).detach()  # value: rounded; gradient: to preactivation
+        # `read` has the values of `rounded`, and passes its gradient to `preactivation`.
+        read = preactivation + (rounded - preactivation).detach()
         kept = reference.apply_activation(reference.add_bias(read, b_up, offsets), activation)
     weights = torch.ones_like(topk_weights) if weight_on_input else topk_weights
     out = _WeightedLinear.apply(activated, kept, w_down, weights, slot_to_row, offsets)

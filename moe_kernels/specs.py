@@ -14,7 +14,7 @@ from .errors import first_three
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Settings of one router function, in the order in which they apply. The defaults are Mixtral's and Qwen3's router.
+    """Settings of one router function, in the order of their use. The defaults give the router of Mixtral and Qwen3.
 
         logits = softcap(w_router @ token [+ logit_bias])
         scores = softmax(logits) over all experts, or sigmoid or sqrt(softplus) of each
@@ -29,7 +29,7 @@ class RouterSpec:
             by sqrt(D), and multiplied by a learned vector. None, the default, leaves the token unchanged.
         logit_bias: whether the linear map has a bias.
         logit_softcap: if set, the logits become softcap * tanh(logits / softcap).
-        sparsemixer_jitter: if set, the router is a top-2 SparseMixer, as in evaluation. The router chooses the expert
+        sparsemixer_jitter: if set, the router is a top-2 SparseMixer in evaluation mode. The router chooses the expert
             with the highest logit, then the expert with the highest of the other logits. Each weight is a softmax over
             the experts whose logits differ by at most the relative distance `2 * jitter` from the chosen logit.
             Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
@@ -166,7 +166,8 @@ class RouterSpec:
 
     @classmethod
     def deepseek_v2(cls, num_groups: int, topk_groups: int, *, scale: float = 1.0, **settings) -> RouterSpec:
-        """Return DeepSeek-V2's "group_limited_greedy": a group's score is its highest. Weights are not normalised."""
+        """Return DeepSeek-V2's "group_limited_greedy". The score of a group is the highest score of its experts.
+        Weights are not normalised."""
         return cls(num_groups=num_groups, topk_groups=topk_groups, normalize=False, scale=scale, **settings)
 
     @classmethod
@@ -201,7 +202,7 @@ class RouterSpec:
 
 class ActivationKind(NamedTuple):
     """Whether a named activation is gated, and its limit and alpha in published models. None means that the activation
-    has no such number."""
+    has no limit or no alpha."""
 
     gated: bool
     limit: float | None = None
@@ -245,7 +246,7 @@ class Activation:
 
     Where a value equals the limit, the gradient of clamping is 1.
 
-    Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Such an expert has no gate: w_up is [E, F, D].
+    Plain, with one value: relu_squared, relu, gelu, gelu_tanh, silu. Plain activations have no gate: w_up is [E, F, D].
 
     Args:
         interleaved: whether gate and up alternate: gate 0, up 0, gate 1, ... (GPT-OSS). By default all gates are first.
@@ -292,7 +293,7 @@ def is_gated(name: str | None) -> bool:
 
 
 def as_activation(op: str, activation: str | Activation) -> Activation:
-    """Return `activation` if it is an `Activation`, else the activation with this name.
+    """Return an `Activation` unchanged, and convert a name to an `Activation`.
 
     Raises:
         ValueError: the name is unknown.

@@ -107,7 +107,7 @@ def run_with_grads(
     """Return `function(*inputs)`, then the gradient of each floating-point input for one random upstream gradient.
 
     Args:
-        frozen: positions of floating-point inputs that require no gradient.
+        frozen: positions of floating-point inputs that require no gradient; none by default.
     """
     leaves = [t.detach().requires_grad_(t.is_floating_point() and i not in frozen) for i, t in enumerate(inputs)]
     out = function(*leaves)
@@ -115,8 +115,8 @@ def run_with_grads(
     if not wanted:
         return (out,)
     generator = torch.Generator(out.device).manual_seed(seed)
-    # Round to bfloat16, so that all dtypes get equal upstream gradients. float64 and float32 represent bfloat16
-    # values exactly. float16 does so from magnitude 2 ** -17 on.
+    # Round to bfloat16, so that all dtypes get equal upstream gradients. float64 and float32 represent all bfloat16
+    # values exactly. float16 represents bfloat16 values exactly from magnitude 2 ** -17 on.
     dout = torch.randn(out.shape, device=out.device, generator=generator).bfloat16().to(out.dtype)
     return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
@@ -189,7 +189,7 @@ def check_accuracy(
     Args:
         draw: function that takes a seed and returns the inputs, which are floating-point or integer tensors.
         names: names of the output, then of each floating-point input's gradient.
-        frozen: positions of floating-point inputs that require no gradient.
+        frozen: positions of floating-point inputs that require no gradient; none by default.
     """
     hold_to_budget(partial(measure_errors, op, reference_op, draw, names, frozen))
 
@@ -202,7 +202,7 @@ def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
     its budget again.
 
     Args:
-        measure: `measure_errors` with all operands.
+        measure: a function of `seeds` and `num_elements`, such as `measure_errors` with its other arguments bound.
     """
     errors = measure()
     for name, error in errors.items():

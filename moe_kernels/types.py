@@ -29,7 +29,7 @@ class TileTable(NamedTuple):
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
     tiles: Tensor  # [capacity, 2] int32: group, and index of the row block in the group; unused entries extend the tail
-    num_tiles: Tensor  # [4] int32: number of tiles without the tail, and with it; two counters of `hopper/pace.py`
+    num_tiles: Tensor  # [4] int32: numbers of tiles without and with the tail, then two counters of `hopper/pace.py`
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int  # maximum number of rows of a tile
 
@@ -54,7 +54,7 @@ class WeightFormat:
         name: "fp8", "mxfp4", "nf4" or "int8".
         block: (rows, columns) of one expert's [out, in] matrix that share a scale. 0 columns mean the whole row. NF4's
             blocks are taken from the flattened weight.
-        nested_block: the number of NF4 scales that share a second-level scale; None: NF4 scales are float32.
+        nested_block: the number of NF4 scales that share a second-level scale. None, the default, means float32 scales.
     """
 
     name: str
@@ -162,13 +162,13 @@ class ExpertWeights(NamedTuple):
 
 
 class ExpertAdapters(NamedTuple):
-    """Low-rank adapters (LoRA) of expert weights: w_up[e] + scale * up_b[e] @ up_a[e], and w_down likewise.
+    """Low-rank adapters (LoRA) of expert weights: w_up[e] + scale * up_b[e] @ up_a[e], and the same for w_down.
 
-    Ranks r of the two pairs are independent. A pair is given as a whole or not at all. `up_a` and `down_b` may have a
-    first axis of length 1: all experts then share the factor.
+    The pairs (up_a, up_b) and (down_a, down_b) may have different ranks r. Both factors of a pair are given or neither.
+    `up_a` and `down_b` may have a first axis of length 1: all experts then share the factor.
 
     Shapes: up_a [E or 1, r, D], up_b [E, 2F or F, r], down_a [E, r, F], down_b [E or 1, D, r], in any floating-point
-    dtype. `fused_experts` checks them.
+    dtype. `fused_experts` checks shapes and dtypes.
 
     Source: https://arxiv.org/abs/2106.09685.
     """

@@ -22,7 +22,7 @@ def call_with_autocast_rules(
     As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
     the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
     """
-    # Ask for autocast on any device first, because reading a device's type takes longer.
+    # Check first whether any device has autocast enabled, because reading a device's type takes longer.
     if not any_autocast_is_enabled() or not autocast_is_enabled(device_type := weight.device.type):
         return function(tokens, weight, *others)
     with torch.autocast(device_type, enabled=False):

@@ -28,9 +28,9 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor. The class is not imported, because its import takes half as long as
-    PyTorch's."""
-    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # spares plain tensors a slow `hasattr`
+    """Return whether a tensor is a DTensor. The check does not import the class, because this import takes half as long
+    as importing PyTorch."""
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # plain tensors skip the slow `hasattr`
 
 
 def whole_state(op: str, module: nn.Module) -> dict[str, Tensor]:

@@ -34,26 +34,28 @@ class MoEConfig:
         num_experts: number of experts with parameters, without the `num_zero_experts`.
         activation: activation of the experts; a name is converted to its `Activation`. A gated activation makes the
             experts gated. Default: "swiglu".
-        router: the router's settings, such as `RouterSpec.softmax(normalize=False)`.
-        bias: the experts' projections have biases.
-        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
-        shared_gate: the output of the shared expert is multiplied by the sigmoid of a linear map of the token.
-        shared_activation: activation of the shared expert; None for the activation of the experts.
+        router: the router's settings, such as `RouterSpec.softmax(normalize=False)`. Default: `RouterSpec()`.
+        bias: whether the experts' projections have biases. Default: False.
+        shared_d_ff: hidden size of a shared expert that processes every token; None (default) for no shared expert.
+        shared_gate: multiply the shared expert's output by the sigmoid of a linear map of the token. Default: False.
+        shared_activation: activation of the shared expert; None (default) for the activation of the experts.
         num_zero_experts: number of experts without parameters, which return their token unchanged. Zero experts have
-            the last ids.
+            the last ids. Default: 0.
         latent_dim: size of `w_latent_in @ x`, which routed experts process instead of x. `w_latent_out` maps the sum of
             the experts' outputs back to d_model. Router and shared expert process x. Default: no latent projections.
-        capacity: largest number of slots of one sequence (the last axis but one of x) that an expert takes, in token
-            order. A `CapacityFactor` sets the number relative to an even share. Slots beyond the capacity add nothing.
-            None (default) means no limit.
-        separate_router_input: the router reads a separate tensor, the argument `router_input` of the forward, as in
-            Gemma 4. By default the router reads x.
-        recompute: "up" recomputes the pre-activations of the experts in backward, with one more GEMM; None saves them.
+        capacity: maximum number of slots that an expert takes from one sequence, in token order. Sequences lie along
+            the second-last axis of x. A `CapacityFactor` sets the number relative to an even share. Slots beyond the
+            capacity add nothing. None (default) means no limit.
+        separate_router_input: whether the router reads a separate tensor, the forward's argument `router_input`, as in
+            Gemma 4. Default: False, the router reads x.
+        recompute: "up" recomputes the experts' pre-activations in backward, with one more GEMM. None (default) saves
+            the pre-activations.
         precision: "fp8" lets routed experts multiply e4m3 operands, except for the gradients of weights. "fp8_saved"
-            also saves pre-activations in e4m3: see `fused_experts`. None multiplies in the dtype of the parameters.
+            also saves pre-activations in e4m3: see `fused_experts`. None (default) multiplies in the parameters' dtype.
         balance_losses: the coefficients of the auxiliary losses; all are zero by default.
-        batch_invariant: a token's output does not depend on other tokens: see `MoEFeedForward.batch_invariant`.
-        init_std: standard deviation of all weights at initialisation.
+        batch_invariant: whether a token's output is independent of other tokens. Default: False. See
+            `MoEFeedForward.batch_invariant`.
+        init_std: standard deviation of all weights at initialisation. Default: 0.02.
 
     Raises:
         ValueError: a size is not positive, a name is unknown, a setting has a wrong type, the router cannot choose
@@ -293,7 +295,7 @@ def _as_activation(name: str, value: str | Activation) -> Activation:
         if value not in tuple(ACTIVATIONS):
             raise ValueError(f"MoEConfig: {name} must be one of {KNOWN_ACTIVATIONS}, got {value!r}")
         return Activation(value)
-    if value.interleaved:  # refused, because checkpoints and adapters hold all gate rows before the up rows
+    if value.interleaved:  # checkpoints and adapters hold all gate rows before the up rows
         raise ValueError(f"MoEConfig: {name} must have its gates first, got {value}")
     return value
 

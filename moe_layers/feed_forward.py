@@ -48,30 +48,30 @@ class MoEFeedForward(nn.Module):
     forward and backward are deterministic and never wait for the GPU.
 
     All weights start from a normal distribution of mean 0 and standard deviation `MoEConfig.init_std` (default 0.02).
-    Biases start from zero and learned scales from one. `reset_parameters` initialises all of them again.
+    Biases start from zero and learned scales from one. `reset_parameters` initialises all parameters again.
 
     The constructor takes the common settings. `MoEConfig` holds all settings: `from_config` builds the layer that a
     configuration describes, and `config` is the configuration of a layer.
 
     Args:
         d_ff: hidden size of one expert.
-        activation: the experts' activation: "swiglu", another name, or an `Activation`. A gated activation makes the
-            experts gated.
+        activation: the experts' activation: "swiglu" (default), another name, or an `Activation`. A gated activation
+            makes the experts gated.
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
         bias: whether the experts' projections have biases. Default False.
-        shared_d_ff: hidden size of a shared expert that processes every token; None for no shared expert.
+        shared_d_ff: hidden size of a shared expert that processes every token; None (default) for no shared expert.
         capacity: maximum number of slots that each expert takes from one sequence, in token order, or a
             `CapacityFactor`. Sequences lie along the last axis but one of x. Slots beyond the capacity add nothing.
             None for no limit.
         assignment: an `Assignment` that replaces each token's top-k choice, or a function for `CustomAssignment`.
-        noise: noise that the router adds in training mode. None for no noise.
+        noise: noise that the router adds in training mode. None (default) for no noise.
         balance_losses: coefficients of the auxiliary losses. Backward adds the gradients of the losses, multiplied by
             the scale of `set_aux_loss_scale`. None for no losses.
         recompute: "up" recomputes the experts' preactivations in backward instead of saving them. The recomputation
             costs one GEMM. None, the default, saves the preactivations.
         precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, multiplies
             operands in the dtype of the parameters.
-        implementation: "triton", "reference", or None to choose by device.
+        implementation: "triton", "reference", or None (default) to choose by device.
 
     Raises:
         ValueError: a size is not positive, a name is unknown, the router cannot choose `top_k` experts, or two
@@ -203,7 +203,7 @@ class MoEFeedForward(nn.Module):
 
     @property
     def config(self) -> MoEConfig:
-        """Return the configuration from which the layer was built, with later changes of settings."""
+        """Return the layer's configuration, including changes of settings after the layer was built."""
         return replace(
             self._config,
             capacity=self.capacity,
@@ -230,11 +230,11 @@ class MoEFeedForward(nn.Module):
         """Return whether a token's output is independent, bit for bit, of the other tokens of a call. Default False.
 
         Without auxiliary losses, a token's gradient is independent of other tokens, too. Gradients of parameters are
-        sums over all tokens, and depend on all. The same kernels compute outputs and tokens' gradients for any number
-        of tokens, never cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The
-        reference implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives
-        sum in their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, which
-        depend on the call.
+        sums over all tokens, and depend on every token. For any number of tokens, the same kernels compute outputs and
+        tokens' gradients, without cuBLAS. The shared expert runs as a routed expert. The cost is highest with few
+        tokens. The reference implementation computes each token alone. Expert parallelism breaks the guarantee, because
+        collectives sum in their own order. Setting True raises ValueError if the layer has a capacity, assignment or
+        noise, which depend on the call.
         """
         return self.experts.batch_invariant
 
@@ -324,9 +324,9 @@ class MoEFeedForward(nn.Module):
             router_input: the tensor that the router reads. Required with `MoEConfig.separate_router_input`, else None.
 
         Raises:
-            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters; the
-                mask, choice or router's input has a wrong shape or dtype; on a CPU, the choice has an id beyond the
-                experts; or a loss lacks its sequence lengths.
+            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters. The
+                mask, choice or router's input has a wrong shape or dtype. On a CPU, the choice has an id beyond the
+                experts. A loss lacks its sequence lengths.
         """
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
@@ -336,10 +336,10 @@ class MoEFeedForward(nn.Module):
             out = out if shared is None else out + shared(info.all_tokens)
             return out if out.shape == x.shape else restore_shape(out, info)  # a view of `out` could lose FSDP2's hook
         if self.batch_invariant:
-            self._check_invariance()  # in each call, because router or assignment may have been replaced
+            self._check_invariance()  # check in each call, because router or assignment may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
         slots = self._route(router_tokens, info, topk_experts)
-        pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, experts, combine
+        pending = self.dispatcher.run(self._to_latent(tokens), slots, self.experts)  # dispatch, compute, combine
         shared = self.shared_expert
         shared_out = None if shared is None else shared(info.all_tokens)  # runs while the dispatcher communicates
         out = self._from_latent(pending.wait(), tokens, slots)
@@ -388,7 +388,7 @@ class MoEFeedForward(nn.Module):
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # The offsets do not count choices of zero experts, nor of experts dropped by `keep_local_experts`.
+            # The offsets lack the choices of zero experts and of experts dropped by `keep_local_experts`.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:
@@ -407,7 +407,7 @@ class MoEFeedForward(nn.Module):
         save_layer(self, directory, layout, max_shard_bytes)
 
     def save_safetensors(self, path: str | os.PathLike[str]) -> None:
-        """Write the parameters to one safetensors file. Their names are those in the state dict."""
+        """Write the parameters to one safetensors file, with the names of the state dict."""
         save_safetensors(self, path)
 
     def load_safetensors(self, path: str | os.PathLike[str]) -> None:

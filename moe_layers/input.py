@@ -104,7 +104,7 @@ def restore_shape(
 ) -> Tensor:  # [..., D]
     """Return the output in the shape of the layer's input, not as a view. FSDP2's hook on the output gathers parameters
     before backward, and an in-place change of a view would lose the hook. The result shares memory with `out` but not
-    the version counter. If a hook of the experts keeps `out`, PyTorch therefore misses in-place changes."""
+    the version counter. If a hook of the experts keeps `out`, PyTorch misses in-place changes of the result."""
     return _unsafe_view(out, info.shape)
 
 

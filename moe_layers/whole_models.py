@@ -18,11 +18,11 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
     layers keep the tensor without a copy, so a change in place takes effect from the next forward on.
 
     Args:
-        model: a `MoEFeedForward`, or a model with such layers or with MoE blocks of transformers.
+        model: a `MoEFeedForward`, or a model with `MoEFeedForward` layers or with MoE blocks of transformers.
         scale: a scalar on the layers' device.
 
     Raises:
-        ValueError: the model has no such layer, or `scale` is not a scalar tensor on the device of the parameters.
+        ValueError: the model has no MoE layer, or `scale` is not a scalar tensor on the device of the parameters.
     """
     layers = _layers(model).values()
     check_found("set_aux_loss_scale", layers)
@@ -73,7 +73,7 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     margins in the statistics are differences of the scores from which the router chooses the top-k.
 
     Raises:
-        ValueError: the model has no such layer, or a layer has an unsupported router.
+        ValueError: the model has no MoE layer, or a layer has an unsupported router.
     """
     observers = {}
     for name, layer in _layers(model).items():

@@ -14,11 +14,11 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0, accurate to the last places. The hardware's exp2 gets the product -x * log2(e),
-    which is rounded. The result is therefore corrected for the error of this rounding."""
+    """Return exp(-x) for x >= 0, accurate to the last places. The product -x * log2(e), which the hardware's exp2
+    takes, has a rounding error. The result is corrected for this error."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # in float32, exp(-x) is zero beyond 104
     scaled = x * -1.4426950408889634
-    # `rest` is the error of `scaled`: the product is rounded, and so is the constant log2(e) as a float32.
+    # `rest` is -x * log2(e) minus `scaled`: the rounding errors of the product and of the float32 constant log2(e).
     rest = tl.fma(x, -1.4426950408889634, -scaled) - x * 1.9259629911e-8
     power = tl.exp2(scaled)
     return tl.fma(power, rest * 0.6931471805599453, power)
@@ -68,7 +68,7 @@ def _gelu(x):
 def _gelu_tanh(x):
     """Return (value, derivative) of x * (1 + tanh(z)) / 2 = x * sigmoid(2 z), z = sqrt(2/pi)(x + 0.044715 x^3)."""
     square = x * x
-    # The constants are c = 2 sqrt(2 / pi) and 0.044715 c, and 3 * 0.044715 c in the derivative of 2 z.
+    # 2 z = c x + 0.044715 c x^3 with c = 2 sqrt(2 / pi). `slope` is the derivative of 2 z: c + 3 * 0.044715 c x^2.
     below, above = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
     slope = 1.5957691216057308 + 0.21406444881780075 * square
     return x * below, below + x * below * above * slope
@@ -76,8 +76,8 @@ def _gelu_tanh(x):
 
 @triton.jit
 def _tanh(x):
-    """Return (value, derivative), each accurate to its last places. For |x| < 0.3, a series avoids the cancellation in
-    1 - exp(-2 |x|)."""
+    """Return (value, derivative) of tanh(x), each accurate to its last places. For |x| < 0.3, a series avoids the
+    cancellation in 1 - exp(-2 |x|)."""
     power = exp_negative(2.0 * tl.abs(x))
     inverse = 1.0 / (1.0 + power)
     large = (1.0 - power) * inverse
@@ -109,7 +109,7 @@ def _at_most(x, limit):
 
 @triton.jit
 def _product_backward(value, derivative, up, dactivated):
-    """Return (activated, dgate, dup) of value * up. `derivative` is the derivative of `value` by the gate."""
+    """Return (activated, dgate, dup) of value * up. `derivative` is d(value) / d(gate)."""
     return value * up, dactivated * up * derivative, dactivated * value
 
 
@@ -319,7 +319,7 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# Gated activations that GEMM kernels apply to the product before the store: those that most published models use.
+# GEMM kernels apply these gated activations, which most published models use, to the product before the store.
 # Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. In kernels that
 # gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
 EPILOGUES = {
@@ -328,8 +328,8 @@ EPILOGUES = {
 }
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
-# Plain activations that GEMM kernels apply to the product. Grouped kernels also store the rounded product, and apply
-# the activation to the rounded values. Kernels that gather rows apply no plain activation, because each one would spill
+# GEMM kernels apply these plain activations to the product. Grouped kernels also store the rounded product, and apply
+# the activation to the rounded values. Kernels that gather rows apply no plain activation, because any would spill
 # registers. Kernels of dense products and of lists of products apply the activation to the float32 product.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 

@@ -28,7 +28,7 @@ def activation_kernel(
 ):
     """One program writes a tile of activation(preactivation + bias). Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)).
 
-    With scales the activation is rounded to the dtype of the preactivation before it is quantised.
+    If `scales_ptr` is given, the activation is first rounded to the dtype of the preactivation, then quantised.
     """
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     first = tl.program_id(1).to(tl.int64) * BLOCK_F
@@ -93,11 +93,11 @@ def weighted_activation_backward_kernel(
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
     dpreactivation_ptr,  # [R, 2F or F]; if destination_ptr is given, any number of rows
     dpreactivation_stride,
-    weighted_ptr,  # [R, F], the memory of dweighted_ptr; if destination_ptr is given, other memory, any number of rows
+    weighted_ptr,  # [R, F], same memory as dweighted_ptr; with destination_ptr: separate memory, any number of rows
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: the rows of slot_to_row
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
-    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation; None, like scales_ptr and num_rows: no e4m3 copy
+    scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation, or None (then scales_ptr and num_rows are None, too)
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
     num_rows,  # R
     num_items,  # number of slots, or number of rows if programs handle rows
@@ -114,8 +114,8 @@ def weighted_activation_backward_kernel(
 ):
     """One program writes dH, A_w and dw of BLOCK_S slots or rows. Grid: (cdiv(num_items, BLOCK_S),).
 
-    dH = w * dA' * activation'(H), A_w = w * A and dw = <dA', A>. H is the preactivation plus the bias, A is
-    activation(H), w the routing weight, and dA' (`dweighted`) the gradient of A_w.
+    dH = w * dA' * activation'(H), A_w = w * A and dw = <dA', A>. H is the preactivation plus the bias, and A is
+    activation(H). w is the routing weight, and dA' (`dweighted`) is the gradient of A_w.
     """
     item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     if row_to_token_ptr is None:

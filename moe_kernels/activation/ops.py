@@ -34,7 +34,7 @@ def apply_activation(
 ) -> Tensor:  # [R, F]
     """Apply a gated or plain activation. The result is computed in float32 and rounded once. Differentiable.
 
-    "swiglu" is silu(gate) * up (https://arxiv.org/abs/2002.05202); `Activation` lists the others.
+    "swiglu", the default, is silu(gate) * up (https://arxiv.org/abs/2002.05202). `Activation` lists all activations.
 
     Shapes: preactivation [R, 2F] or [R, F]; result [R, F].
 
@@ -211,16 +211,18 @@ def launch_weighted_activation_backward(
     destination: Destination | None = None,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
-    """Compute the elementwise step of the expert op's backward. Read H (preactivation) and dA' (dweighted) once.
+    """Compute the elementwise step of the expert op's backward. Read `preactivation` and dA' (`dweighted`) once.
 
-    With a row's weight w:  dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). The activation A is
-    recomputed from the stored H plus the bias. A_w overwrites dA' in `dweighted`. With a destination, dH and A_w are
-    written to its tensors instead. Rows of dropped slots are not written.
+    H is the preactivation plus the bias. A = activation(H) is recomputed. With a row's weight w:  dA = w * dA',
+    A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). A_w overwrites dA' in `dweighted`. With a destination, dH
+    and A_w are written to the destination's tensors instead. Rows of dropped slots are not written.
 
     Args:
-        row_to_token: if given and R < T * K, programs handle rows instead of slots. Give `row_to_token` if most slots
-            may be dropped.
-        scaled: receives a second copy of dH, in e4m3 with scales. Requires `can_scale_gradient` and no destination.
+        row_to_token: if given and R < T * K, programs handle rows instead of slots. Default: None. Give `row_to_token`
+            if most slots may be dropped.
+        destination: receives dH and A_w. Default: None.
+        scaled: receives a second copy of dH, in e4m3 with scales. Default: None. Requires that `can_scale_gradient` is
+            True and that `destination` is None.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k

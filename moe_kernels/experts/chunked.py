@@ -47,13 +47,13 @@ class ExpertsInParts:
     either order. Only `backward_part` reads the pre-activations. The caller may free the pre-activations before the
     other two methods allocate their results.
 
-    Deterministic. Results have the same bits for any `reserved_sms`.
+    Results are deterministic and have the same bits for any `reserved_sms`.
 
     Args:
         parts: the permutation of each chunk's slots.
         whole: for backward, one permutation of the slots of all chunks, in the order of the chunks. None, the default,
             uses the permutation of the first chunk.
-        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication.
+        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0.
     """
 
     def __init__(

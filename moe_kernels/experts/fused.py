@@ -1,4 +1,4 @@
-"""The expert feed-forward of all tokens: checks and choice of implementation."""
+"""Checks the operands of the expert feed-forward and chooses its implementation."""
 
 from __future__ import annotations
 
@@ -46,17 +46,18 @@ def fused_experts(
 ) -> Tensor:  # [T, D]
     """Send each token through its experts and sum the outputs with its routing weights.
 
-    Saves `tokens`, the pre-activations [R, 2F] and the routing for backward. No gradient of frozen operands is
-    computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. Deterministic, without
-    host synchronisation. Differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
+    Forward saves `tokens`, the pre-activations [R, 2F] and the routing for backward. No gradient of frozen operands is
+    computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. This function is
+    deterministic and needs no host synchronisation. It is differentiable in `tokens`, `topk_weights`, weights, biases
+    and adapters.
 
-    Quantised weights are frozen, and only their stored bytes are saved for backward. From 512 rows per expert on
-    average, each weight is dequantised to the dtype of the tokens right before the GEMM that reads it, in forward and
-    again in backward. The temporary weight is freed after the GEMM, and PyTorch's caching allocator reuses its memory
-    for the next weight and the next layer. The result has the same bits as with weights dequantised beforehand. With
-    fewer rows, GEMMs decode weights while loading, and load only the weights of experts that have rows. The decoded
-    values are equal in both cases, but sums are rounded in another order. The choice depends only on tensor sizes. With
-    `batch_invariant` and in the reference, weights are always dequantised.
+    Quantised weights are frozen, and only their stored bytes are saved for backward. If experts have at least 512 rows
+    on average, weights are dequantised to the dtype of the tokens, in forward and again in backward. Each weight is
+    dequantised right before the GEMM that reads the weight, and freed after this GEMM. PyTorch's caching allocator
+    reuses the memory for the next weight and the next layer. The result has the same bits as with weights dequantised
+    beforehand. With fewer rows, GEMMs decode weights while loading, and load only the weights of experts that have
+    rows. The decoded values are equal in both cases, but sums are rounded in another order. The choice depends only on
+    tensor sizes. With `batch_invariant` and in the reference, weights are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
@@ -67,19 +68,20 @@ def fused_experts(
         adapters: low-rank changes of the weights, in any floating-point dtype. Adapters are rounded to the tokens'
             dtype. No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further
             saved tensor [R, r], with the rank r rounded up to a multiple of 8.
-        weight_on_input: True multiplies the expert's input by the routing weight; False, the default, its output.
-        recompute: "up" does not save the pre-activations. Backward recomputes them, with the same bits. None, the
-            default, saves them. The reference ignores this setting.
+        weight_on_input: True multiplies an expert's input by the routing weight; False, the default, the output.
+        recompute: "up" does not save the pre-activations, and backward recomputes the same bits. None, the default,
+            saves the pre-activations. The reference ignores this setting.
         reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0. The number
             does not change the bits of the results.
-        batch_invariant: a token's output, and the gradients of the token and its routing weights, do not depend on the
-            other tokens, bit for bit. The number of rows then does not decide which kernel runs, and the reference
-            computes token by token.
-        precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows, with a float32 scale for
-            each 128 columns of a row and each 128 x 128 block of a weight. Gradients of weights have operands in the
-            dtype of the tokens. This function quantises the weights in every forward and backward, whereas
-            `MoEFeedForward` caches the quantised weights. "fp8_saved" also saves the pre-activations in e4m3, with
-            about half the bytes and less precise gradients.
+        batch_invariant: True makes a token's output, and the gradients of the token and its routing weights,
+            independent of other tokens, bit for bit. The number of rows then does not decide which kernel runs, and the
+            reference computes token by token. The default is False.
+        precision: "fp8" multiplies e4m3 operands in forward and for the gradients of rows. A row has a float32
+            scale for each 128 columns, and a weight has a float32 scale for each 128 x 128 block. GEMMs for the
+            gradients of weights have operands in the dtype of the tokens. This function quantises the weights in every
+            forward and backward, whereas `MoEFeedForward` caches the quantised weights. "fp8_saved" also saves the
+            pre-activations in e4m3, with about half the bytes and less precise gradients. None, the default, quantises
+            nothing.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -166,7 +168,7 @@ def compute_chosen(
 
 
 class RoutedExperts(NamedTuple):
-    """The output. Most calls read nothing else, so the routing's tensors are made when they are read."""
+    """The output, and the routing on demand. Most calls read only `out`, so properties make the routing's tensors."""
 
     out: Tensor  # [T, D]
     buffer: Tensor  # see `SortedSlots`
@@ -174,7 +176,7 @@ class RoutedExperts(NamedTuple):
 
     @property
     def topk_experts(self) -> Tensor:  # [T, K] int32
-        """Return the chosen experts. A part of the buffer is copied, so that a caller can keep it without the rest."""
+        """Return the chosen experts. Experts in the buffer are copied, so that the buffer can be freed."""
         if self.operands.topk_experts is not None:
             return self.operands.topk_experts
         return self.operands.slots_in(self.buffer).choice(self.out.shape[0])[1].clone()

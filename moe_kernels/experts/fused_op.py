@@ -12,11 +12,11 @@ Backward, with w the routing weight of a row:
 
 The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, and every reader of
 H adds b_up. Storing H + b_up, rounded, would more often move a value across a clamp's limit. b_down is added before Y
-is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. With biases
+is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. Biases add these terms and gradients:
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
-With `weight_on_input`, H = gather(w * tokens) @ w_up^T, the sum over Y is unweighted, and in backward
+With `weight_on_input`, H = gather(w * tokens) @ w_up^T. The sum over Y is unweighted. Backward computes
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
@@ -43,7 +43,7 @@ reduction. The adapters' scale is multiplied into up_b and down_b. With G = gath
     ddown_b = G^T @ (A_w @ down_a^T)                ddown_a = (G @ down_b)^T @ A_w
     dup_b = dH^T @ (X @ up_a^T)                     dup_a = (dH @ up_b)^T @ X
 
-X @ up_a^T [R, r] is saved.
+Forward saves X @ up_a^T [R, r].
 
 Quantised weights are frozen. With many rows, a dequantised copy is a further live tensor of each GEMM that reads a
 weight: w_up in forward, w_down in forward and for the hidden gradients, w_up for dtokens.
@@ -54,12 +54,12 @@ few rows per expert. H is freed after the first op if autograd does not retain t
 overwrites H.
 
 With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
-128 columns, weights a scale for each 128 x 128 block. Sums are float32. The operands are quantised as follows:
+128 columns, and weights have a scale for each 128 x 128 block. Sums are float32. The operands are quantised as follows:
 
     tokens, dout    once per token, before GEMMs gather their rows
     A               where the activation is computed from H; forward makes A only in e4m3
     dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
-    weights         by the caller (`ScaledForms`), or here for each product, right before it
+    weights         by the caller (`ScaledForms`), or here, right before each product
 
 dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. `ScaledForms` from the
 caller are also saved for backward. With "fp8_saved" H is saved in e4m3 with scales, in a bit more than half the bytes
@@ -250,7 +250,7 @@ def compute_gradients(
     """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # under a tracer each op slices, because Inductor would compile a slice made here twice
+    if not is_traced:  # under a tracer each op slices the rows, because Inductor would compile a slice made here twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})

@@ -1,6 +1,6 @@
 """Computes the gradient of tokens in one pass: the part through the experts plus the part through the routing weights.
 
-dX [R, D] is the gradient of the rows, and dw the gradient of a token's routing weights w. If w is a softmax over the
+dX [R, D] is the gradient of the rows, and dw is the gradient of a token's routing weights w. If w is a softmax over the
 logits of the token's chosen experts alone, no other logit has a gradient, and
 
     dlogits = w * (dw - sum of w * dw)      dtokens = sum over a token's rows of (dX[row] + dlogits * w_router[expert])

@@ -182,7 +182,7 @@ class Rows(NamedTuple):
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM. A_w is the
         activation times each row's routing weight.
 
-        Return None if no such kernel exists or if separate kernels are faster. With `overwrite`, dH overwrites H.
+        Return None if there is no fused kernel or if separate kernels are faster. With `overwrite`, dH overwrites H.
         """
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
@@ -190,7 +190,7 @@ class Rows(NamedTuple):
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
         if not is_worth_fusing(b, num_rows):
             return None
-        # Check that a kernel exists before allocating the results. These expanded tensors need no memory.
+        # Check that a kernel exists before allocating the results. Expanded tensors of one row replace results here.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(

@@ -243,8 +243,8 @@ def _differentiate(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Return whether `dout` is copied to rows. Otherwise GEMMs gather. Return True for traced tensors, for which no
-    kernel is selected."""
+    """Return whether `dout` is copied to rows. Otherwise GEMMs gather its rows. Return True for traced tensors, for
+    which no kernel is selected."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 

@@ -62,7 +62,7 @@ class Operand:
 
 @dataclass(frozen=True)
 class GemmOperands:
-    """Requirements on the operands of out = A @ B, alone or as one product of a group, batch or list."""
+    """Requirements on the operands of out = A @ B, for a single product or each product of a group, batch or list."""
 
     A: Operand
     B: Operand
@@ -104,12 +104,12 @@ class Design:
 
 @dataclass(frozen=True)
 class PointerDesign(Design):
-    """Loads through pointers. Supports any size and stride, and CUDA GPUs from compute capability 8.0."""
+    """Loads operands through pointers. Supports any size and stride, and CUDA GPUs from compute capability 8.0."""
 
 
 @dataclass(frozen=True)
 class TmaDesign(Design):
-    """Loads contiguous operands through TMA, gathered operands through asynchronous copies, in a software pipeline."""
+    """Loads contiguous operands by TMA and gathered operands by asynchronous copies, both in a software pipeline."""
 
     flatten: bool = False  # True: a program starts loading its next tile before the current tile's epilogue
 
@@ -121,7 +121,7 @@ class WarpSpecializedDesign(Design):
 
 @dataclass(frozen=True)
 class StreamingDesign(Design):
-    """Streams the weights of groups with few rows. `num_stages` counts the blocks of a weight in shared memory."""
+    """Streams the weights of groups with few rows. `num_stages` is the number of weight blocks in shared memory."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
     obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
-    epilogues: Collection[str] = ()  # activations that `with_epilogue` accepts; the catalog lists only one
+    epilogues: Collection[str] = ()  # activations that `with_epilogue` accepts; the catalog lists only one of them
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -158,7 +158,7 @@ class Kernel(abc.ABC):
         return self.supports_cc(device_cc(args.A.device)) if args.A.is_cuda else SUPPORTED
 
     def would_support(self, args: Arguments) -> bool:
-        """Return whether the kernel and the installed software support these arguments. Ignores their device."""
+        """Return whether the kernel and the installed software support these arguments. Ignores the tensors' device."""
         return self.obstacle is None and bool(self.takes(args))
 
     def takes(self, args: Arguments) -> Status:
@@ -211,7 +211,7 @@ class Kernel(abc.ABC):
             workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes. Tensors that
                 PyTorch allocates on a GPU have this alignment. Keep the workspace until the kernel has run. None, the
                 default, allocates a workspace.
-            assume_supported_args: skip all checks: `supports`, and whether the artifact and workspace fit.
+            assume_supported_args: whether to skip the checks of the arguments, artifact and workspace. Default: False.
 
         Raises:
             ValueError: the arguments are not supported (the message holds the status' error), or the artifact or
@@ -230,7 +230,7 @@ class Kernel(abc.ABC):
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
-            NotImplementedError: a list of problems without a table, during CUDA graph capture.
+            NotImplementedError: a list of problems has no table, and a CUDA graph is being captured.
         """
         if not assume_supported_args:
             self._require(args)
@@ -249,7 +249,7 @@ class Kernel(abc.ABC):
         return 0
 
     def metadata_bytes(self, args: Arguments) -> int:
-        """Return the number of bytes of metadata made before the launch, such as a tile table that `args` lacks."""
+        """Return the number of bytes of metadata made before the launch, such as a tile table if `args` has none."""
         return 0
 
     def with_metadata(self, args: Arguments, memory: Tensor | None) -> Arguments:
@@ -266,7 +266,7 @@ class Kernel(abc.ABC):
         """Return an estimated cost that compares kernels for the same arguments. The cost's unit differs between kernel
         classes.
 
-        The cost is the work of the padded tiles, or of reading the operands if reading takes longer. `rule.best_first`
+        The cost covers multiplying the padded tiles, or reading the operands if reading takes longer. `rule.best_first`
         divides this cost by the speed of the design.
         """
 

@@ -21,7 +21,7 @@ class Table(NamedTuple):
 
     def merged(self, other: Table) -> Table:
         """Return the entries of both tables. For a key in both tables, return the entry of `other`."""
-        # The time of a replaced kernel is dropped, because the time is not that of the new kernel.
+        # Drop the time of a replaced kernel, because the new kernel takes a different time.
         milliseconds = {key: ms for key, ms in (self.milliseconds or {}).items() if key not in other.kernels}
         return Table(
             self.kernels | other.kernels, self.copies | other.copies, milliseconds | (other.milliseconds or {})
@@ -42,7 +42,7 @@ def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
     return Path(cache_home or "~/.cache").expanduser() / "moe_kernels"
 
 
-# The environment variables are read once, so later changes of them do not affect the selection in this process.
+# The environment variables are read once, so later changes do not affect the selection in this process.
 USER = user_folder(os.environ.get("MOE_KERNELS_TUNING"), os.environ.get("XDG_CACHE_HOME"))
 
 

@@ -35,8 +35,8 @@ _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is 
 def _half_speed(args: Arguments) -> int:
     """Return the number of multiplications per element read at which a kernel has half its full speed, on an H100.
 
-    A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece is read as
-    two lines, and reading bounds the GEMM. In this case, tiles of 128x256 are 1.19 to 1.35 times as fast as tiles of
+    A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece spans two
+    lines, and loads limit the GEMM's speed. In this case, tiles of 128x256 are 1.19 to 1.35 times as fast as tiles of
     128x128. With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128, unless the kernel
     computes the last column tile at half width.
     """
@@ -60,7 +60,7 @@ def _drifts(args: Arguments) -> bool:
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None
-    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # row-major B, for the input gradient
+    elif isinstance(args, GroupedGemmArguments) and args.B.stride(-1) == 1:  # input gradients have a row-major B
         gathers = args.row_to_token is not None
     else:
         return False

@@ -40,7 +40,7 @@ class Copies(NamedTuple):
     """One flag per gather of the expert op: True if a separate copy gathers the rows, False if the GEMM does."""
 
     tokens_forward: bool  # gather of tokens for the GEMM with w_up
-    dout: bool  # gather of dout; one copy serves two GEMMs: the gradients of down's input and of w_down
+    dout: bool  # gather of dout; one copy serves the two GEMMs for the gradients of down's input and w_down
     tokens_backward: bool  # gather of tokens for the GEMM that computes the gradient of w_up
 
 
@@ -87,7 +87,7 @@ def planning(
         target: a GPU to select kernels for. With a target, nothing is launched, so operands may be meta tensors. None,
             the default, selects for the operands' GPU and launches.
         copies: what `choose_copies` returns inside the context. None, the default: the function chooses.
-        fuses: whether a GEMM may have an activation in its epilogue.
+        fuses: whether a GEMM may have an activation in its epilogue. Default: True.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)
     outer, launching.is_in_function = launching.is_in_function, True
@@ -136,7 +136,7 @@ def find(args: Arguments) -> Kernel | None:
 
 
 def find_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel to run on the target GPU, or None. This machine need not have the GPU."""
+    """Return the kernel to run on the target GPU, or None if no kernel fits. This machine need not have the GPU."""
     like = listed(args)
     kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
     kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
@@ -197,7 +197,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch. The selected kernels do not change, but no record is replayed.
+# MOE_VERIFY=n checks the result of every n-th launch. The selected kernels do not change, but records are not replayed.
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
     require_single_launches("MOE_VERIFY")
@@ -227,7 +227,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Replace the activation by the one that the kernel catalog lists: "relu" for a plain, "swiglu" for a gated one."""
+    """Replace the activation by the one that the kernel catalog lists: "relu" if plain, "swiglu" if gated."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -282,9 +282,9 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
     The copy of tokens in backward raises peak memory, because the copy exists together with the largest gradient. The
-    rule makes this copy only if the result of w_up's GEMM also has at least 2560 columns. With a plain activation,
-    the result has half the columns, so the copy of tokens in backward needs twice the d_ff. In forward, only a
-    GEMM of copied rows can apply a plain activation in its epilogue.
+    rule makes this copy only if, in addition, the result of w_up's GEMM has at least 2560 columns. The result has
+    2 * d_ff columns with a gated activation but d_ff columns with a plain one, so a plain activation needs twice the
+    d_ff. In forward, only a GEMM that reads copied rows can apply a plain activation in its epilogue.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.
@@ -324,7 +324,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
     Args:
         up: the kernel of w_up's GEMM for copied rows.
-        num_columns: number of columns of that GEMM's result.
+        num_columns: number of columns of the result of w_up's GEMM.
         entry: the choice in the GPU's table of measurements, or None.
     """
     fast = up is not None and isinstance(up.metadata.design, WarpSpecializedDesign)
@@ -335,7 +335,7 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` without `assumed_rows` return `copies`, in this process, for this `_copies_key`."""
+    """Make `choose_copies` with an equal `_copies_key` and without `assumed_rows` return `copies` in this process."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
@@ -350,7 +350,7 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table of measurements on this GPU model, empty without GPU, Triton or table file."""
+    """Return the user's table for this GPU model. Without a GPU, Triton or a table file, the table is empty."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

@@ -23,7 +23,7 @@ MAX_GROUPS = 8192
 def table_blocks(num_groups: int) -> dict[str, int]:
     """Return the numbers of entries that a program writes at once (ENTRY_BLOCK) and in total (PROGRAM_ENTRIES). A
     program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so that a program needs few
-    registers and an SM runs many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs
+    registers and an SM can run many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs
     little per entry, but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
@@ -159,7 +159,7 @@ def write_tile_table(
         tl.store(bounds_ptr + G + 1, num_rows)
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        tl.store(num_tiles_ptr + 2, 0)  # this and the next are counters of `hopper/pace.py`
+        tl.store(num_tiles_ptr + 2, 0)  # elements 2 and 3 are counters of `hopper/pace.py`
         tl.store(num_tiles_ptr + 3, 0)
     for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
         entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)

@@ -70,7 +70,7 @@ def _sum_shares_kernel(
     own_ptr,  # [rows, columns] contiguous
     received_ptr,  # [P, rows, columns] contiguous
     out_ptr,  # [rows, columns]
-    out_stride,  # between rows
+    out_stride,  # distance between rows
     columns,
     rank,
     size,  # rows * columns

@@ -134,7 +134,7 @@ def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
 
 
 def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
-    """Write each token to its rows, times the slot's weight if given. Padding rows are not written."""
+    """Write each token to its rows, multiplied by the slots' weights if given. Padding rows are not written."""
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
@@ -322,7 +322,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
-    """Return columns d of a slot's row, times the slot's weight if given, in float32. A dropped slot gets zeros."""
+    """Return columns d of a slot's row in float32, times the slot's weight if given. A dropped slot gets zeros."""
     pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
     kept = tl.where(row >= 0, D, 0)
     value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)

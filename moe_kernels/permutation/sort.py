@@ -1,9 +1,9 @@
 """A stable sort of the slots by expert, deterministic because it uses no atomics.
 
-Many slots are sorted by counting, in three launches for any T, K and E. The first launch counts each expert's slots in
-each block of slots. For each block, the second launch sums each expert's counts over all earlier blocks. The third
-launch sorts each block of slots and writes the slots' rows. Up to 1024 slots take one launch, which compares all pairs
-of slots.
+More than 1024 slots are sorted by counting, in three launches for any T, K and E. The first launch counts each expert's
+slots in each block of slots. For each block, the second launch sums each expert's counts over all earlier blocks. The
+third launch sorts each block of slots and writes the slots' rows. Up to 1024 slots take one launch, which compares all
+pairs of slots.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def sort_by_expert(
 ) -> Permutation:
     """Sort the slots by expert, stably: an expert's rows stay in token order.
 
-    A slot whose id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. Each dropped slot leaves a padding
-    row after the last expert's rows. Padding rows never affect results. Not differentiable. Deterministic.
+    A slot whose expert id is outside [0, num_experts) is dropped: its `slot_to_row` is -1. Each dropped slot leaves a
+    padding row after the last expert's rows. Padding rows never affect results. Not differentiable. Deterministic.
 
     Shapes: topk_experts [T, K] int32 or int64.
 
     Args:
-        block_rows: the tile height of the permutation's tile table.
+        block_rows: the number of rows per tile in the permutation's tile table. Default: 128.
         max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have
             min(max_rows, T * K) rows. Slots whose rows are beyond the bound are dropped, too. None, the default,
             sets no bound.
@@ -122,9 +122,9 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation in one tensor, for calls without `max_rows`. With a choice, the tensor ends with the weights [T, K]
-    float32 and the experts [T, K] that the permutation sorts. All are views of `buffer` that start at multiples of 16
-    bytes."""
+    """A permutation in one tensor, `buffer`, for calls without `max_rows`. If made with `has_choice`, the buffer ends
+    with the weights [T, K] float32 and the experts [T, K] that the permutation sorts. Each part is a view of `buffer`
+    that starts at a multiple of 16 bytes."""
 
     buffer: Tensor  # [N, 4] int32; the first E of its 4 * N elements are the offsets
     slots_per_token: int
@@ -155,7 +155,7 @@ class SortedSlots(NamedTuple):
         return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=BLOCK_ROWS))
 
     def choice(self, num_tokens: int) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
-        """Return the views of the choice. The buffer must have been made with `has_choice`."""
+        """Return the weights and experts as views of `buffer`, which must have been made with `has_choice`."""
         shape = num_tokens, self.slots_per_token
         size, end = _padded_size(shape), self.buffer.storage_offset() + self.buffer.numel()
         weights, experts = self.buffer.view(torch.float32), self.buffer
@@ -210,7 +210,7 @@ def _empty_sort(topk_experts, num_experts, block_rows):
 
 @triton.jit
 def _load_experts(experts_ptr, slot, num_slots, E):
-    """Return the experts of slots as int32, and E for dropped slots and beyond the last slot."""
+    """Return the experts of slots as int32. Dropped slots and lanes beyond the last slot get E."""
     expert = tl.load(experts_ptr + slot, mask=slot < num_slots, other=-1)
     return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 

@@ -1,18 +1,18 @@
 """Exact dequantisation in plain PyTorch, to read checkpoints and to specify the bits of the kernels' results.
 
-Every format is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
+In every format, a value is `code * scale`, multiplied in float32 and rounded once to the wanted dtype.
 
-    fp8     code e4m3. DeepSeek-V3's checkpoints name the scale `weight_scale_inv`.
-    mxfp4   code e2m1, two in a byte, the low bits first; the scale is a power of two (e8m0, a bias of 127).
+    fp8     Codes are e4m3 numbers. DeepSeek-V3's checkpoints name the scale `weight_scale_inv`.
+    mxfp4   Codes are e2m1 numbers, two per byte, low bits first. Scales are powers of two (e8m0, with bias 127).
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-    nf4     code from a table of 16, two in a byte, the high bits first. A nested scale is a code from a table of 256
+    nf4     Codes are from a table of 16, two per byte, high bits first. A nested scale is a code from a table of 256
             times a second-level scale per block of scales, plus an offset (https://arxiv.org/abs/2305.14314).
-    int8    code * largest * (1 / 127), in this order, where `largest` is the row's largest absolute value.
+    int8    A value is code * largest * (1 / 127), in this order. `largest` is the row's largest absolute value.
 
-The code 255 is the NaN of e8m0, and is read as NaN only if the dtype of scales is e8m0. In scales of dtype uint8, the
-code 255 is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader (`Fp8Dequantize`)
-gives the same bits as this module. The backward of transformers' fp8 GEMMs dequantises to other bits in bfloat16,
-because that backward rounds scales first.
+The scale byte 255 is the NaN of e8m0, and decodes to NaN only if the dtype of scales is e8m0. In scales of dtype uint8,
+the byte 255 is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader
+(`Fp8Dequantize`) gives the same bits as this module. The backward of transformers' fp8 GEMMs dequantises to other bits
+in bfloat16, because that backward rounds scales first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The formats of quantised weights, and the checks of weights stored in them."""
+"""The formats of quantised weights, and the checks of quantised weights."""
 
 from __future__ import annotations
 

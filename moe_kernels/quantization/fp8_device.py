@@ -25,7 +25,7 @@ def block_scales(sizes):
 def largest_size(values, AXIS: tl.constexpr):
     """Return the largest absolute value along an axis, or NaN if any value is NaN. With axis None, reduce all axes.
 
-    Bits without the sign bit are compared as integers, which gives the order of absolute values, with NaN the largest.
+    The bits without the sign bit, compared as integers, have the order of the absolute values. NaN is the largest.
     """
     bits = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.max(bits, AXIS).to(tl.float32, bitcast=True)
@@ -35,8 +35,8 @@ def largest_size(values, AXIS: tl.constexpr):
 def encode_e4m3(values):
     """Return the bytes of the nearest e4m3 numbers. Values must be within [-448, 448], or NaN."""
     if not INTERPRET:
-        # Use the instruction of Triton's conversion, but pack four numbers into one 32-bit register. ptxas 12.8 drops
-        # half of a 16-bit register that is used more than once.
+        # Triton's conversion uses the same instruction. This code packs four numbers into one 32-bit register, because
+        # ptxas 12.8 drops half of a 16-bit register that is used more than once.
         code: tl.constexpr = """{ .reg .b16 first, second; cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 second, $4, $3; mov.b32 $0, {first, second}; }"""
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4)

@@ -23,7 +23,7 @@ from .kernels import INTERPRET
 
 
 class Forms(NamedTuple):
-    """A quantised weight and its transpose, in the order of fields in `ScaledForms`. A field not requested is None."""
+    """A quantised weight and its transpose, in the field order of `ScaledForms`. Fields not requested are None."""
 
     values: Tensor | None = None  # [E, out, in] e4m3
     scales: Tensor | None = None  # [E, out / 128, in / 128] float32; quotients here and below are rounded up
@@ -38,10 +38,10 @@ def launch_quantize_weight(
     transposed: bool = True,
     checksums: Tensor | None = None,  # [blocks] int64
 ) -> Forms:
-    """Return the quantised weight and its transpose. Reads the weight once.
+    """Return the quantised weight if `as_is`, and its transpose if `transposed`. Reads the weight once.
 
     Args:
-        checksums: memory in which the same launch stores the checksum of each block, or None.
+        checksums: memory in which the same launch stores the checksum of each block, or None (the default).
     """
     _, size_out, size_in = weight.shape
     here = _empty_weight(weight, size_out, size_in) if as_is else (None, None)
@@ -161,11 +161,11 @@ def _quantize_weight_kernel(
             tl.store(values_ptr + (o[:, None] * IN + i[None, :]), values, mask=is_out[:, None] & is_in[None, :])
             tl.store(scales_ptr + block, scale)
         if turned_values_ptr is not None:
-            # Transpose the values after quantisation, not before. Bytes take less shared memory in `tl.trans`.
+            # Transpose the values after quantisation, because bytes take less shared memory in `tl.trans`.
             turned_values_ptr += expert * (OUT * IN) + first_in * OUT + first_out
             turned_ptrs = turned_values_ptr + (i[:, None] * OUT + o[None, :])
             tl.store(turned_ptrs, tl.trans(values), mask=is_in[:, None] & is_out[None, :])
             tl.store(turned_scales_ptr + (expert * NUM_IN + block_in) * NUM_OUT + block_out, scale)
         if checksums_ptr is not None:
-            # Write the new checksum after the barrier in `largest_size`, before which all warps read the old checksum.
+            # The barrier in `largest_size` separates all reads of the old checksum from this write of the new checksum.
             tl.store(checksums_ptr + block, checksum)

@@ -30,8 +30,8 @@ def decode_e4m3(byte):
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # Copy the 4 exponent bits and 3 mantissa bits of the e4m3 number to the low end of float32's exponent and the
-        # high end of float32's mantissa. The biases of the exponents, 7 and 127, differ by 120. The copied bits
+        # Copy the 4 exponent bits of the e4m3 number to the low end of float32's exponent, and the 3 mantissa bits to
+        # the high end of float32's mantissa. The biases of the exponents, 7 and 127, differ by 120. The copied bits
         # therefore encode the value divided by 2 ** 120.
         bits = byte.to(tl.int32)
         value = (((bits & 0x7F) << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * 2.0**120
@@ -55,9 +55,9 @@ def _twice_e2m1(nibble):
 def _mxfp4_pairs(packed, half_powers):
     """Return the numbers in the low and in the high four bits of bytes, times 2 * half_powers, as bfloat16.
 
-    26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products with
-    powers of two are exact, even if they are subnormal. Compute capability 8 multiplies bfloat16 only in a fused
-    multiply-add. The addend here is -0, which changes no value.
+    26 instructions convert four bytes, two numbers at a time, with the arithmetic of `_twice_e2m1`. Products of these
+    numbers and powers of two are exact, even subnormal products. Compute capability 8 multiplies bfloat16 only in a
+    fused multiply-add. The addend here is -0, which changes no value.
     """
     return tl.inline_asm_elementwise(
         """{
@@ -123,8 +123,8 @@ def _power(byte, HALF: tl.constexpr, NAN_255: tl.constexpr):
 
 @triton.jit
 def _add(a, b):
-    """Return a + b. Inline assembly keeps the compiler from fusing the sum with a multiplication, which would round
-    once, not twice."""
+    """Return a + b. Inline assembly keeps the compiler from fusing the sum with a multiplication. A fused multiply-add
+    would round once, not twice."""
     if INTERPRET:
         return a + b
     else:
@@ -232,7 +232,7 @@ def _dequantize_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """One program decodes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * tiles of a matrix,)."""
+    """One program decodes a tile [BLOCK_OUT, BLOCK_IN] of out[e]. Grid: (E * NUM_OUT * NUM_IN,)."""
     NUM_OUT: tl.constexpr = (OUT + BLOCK_OUT - 1) // BLOCK_OUT
     NUM_IN: tl.constexpr = (IN + BLOCK_IN - 1) // BLOCK_IN
     program = tl.program_id(0)
@@ -294,13 +294,13 @@ def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
 
 
-# Dtype of scales that kernels load as integers -> how kernels decode the scales. Byte 255 is NaN only in e8m0.
+# How kernels decode scales of the dtypes that they load as integers. Byte 255 is NaN only in float8_e8m0fnu.
 _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
 
 
 def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return (name of the format, block, `nested_block` or 0, how to decode integer scales) as one compile-time value.
-    The last is None for scales that kernels do not load as integers."""
+    The last entry is None for float32 and float16 scales, which kernels load as floating point."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
     block = rows, columns or max(next_power_of_2(size_in), 256)  # 0 columns: a block covers the whole row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

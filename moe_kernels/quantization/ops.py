@@ -41,7 +41,7 @@ def dequantize(
     check_quantized("dequantize", "weight", weight)
     if not dtype.is_floating_point:
         raise ValueError(f"dequantize: dtype must be of floating point, got {dtype}")
-    like = weight.values.new_empty(0, dtype=dtype)  # its device and dtype choose the implementation
+    like = weight.values.new_empty(0, dtype=dtype)  # the device and dtype of `like` choose the implementation
     if choose("dequantize", implementation, like, KERNEL_DTYPES) == "reference":
         return decode_weight(weight, dtype)
     return _dequantize_op(weight, dtype)
@@ -95,7 +95,7 @@ def pack_rows(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, W] in the dtype of rows
-    """Return the results of `quantize_rows` in one tensor to send: each row's numbers, then its scales.
+    """Return the results of `quantize_rows` in one tensor for sending. A row holds its numbers, then its scales.
 
     The tensor has the dtype of `rows`, so that autograd accepts the tensor. Its elements have no meaning as numbers of
     this dtype. A row of W elements takes `packed_width(K)` bytes.

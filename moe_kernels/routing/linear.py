@@ -1,8 +1,8 @@
 """The GEMMs of a linear router: its logits, and the gradients of tokens and weights.
 
 The functions run inside registered ops. If Inductor's graph contained the GEMMs, Inductor would compile them a second
-time for small numbers of tokens. For a 16-bit router, the GEMM kernels also add a bias and an addend, and round. A
-kernel launch takes a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
+time for small numbers of tokens. For a 16-bit router, the GEMM kernels also add a bias and an addend and round the sum.
+A kernel launch takes a quarter of the host time of a cuBLAS call through PyTorch, and can be part of a `LaunchList`.
 """
 
 from __future__ import annotations

@@ -117,7 +117,8 @@ def routing_gradients_op(
     w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
         if dweights is not None:
-            # dlogits becomes [T, E] float32 or, for 16-bit GEMMs, [T, 2E] = [high | low] with a sum close to dlogits.
+            # dlogits becomes [T, E] float32. For 16-bit GEMMs, dlogits becomes [T, 2E] = [high | low], where high + low
+            # approximates the float32 value.
             logits, split_dtype = None, halves_dtype(tokens, w_router)
             if not router.is_softmax_of_chosen:
                 logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)

@@ -45,9 +45,9 @@ def topk_routing(
     [T, E].
 
     Args:
-        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
+        spec: the router. Default: `RouterSpec()`, a softmax over the chosen logits. Settings applied before the logits
             (input_norm_epsilon, logit_bias) or after the weights (per_expert_scale, weight_on_input) have no effect.
-        selection_bias: required by specs with a selection bias, refused by others.
+        selection_bias: required by specs with a selection bias, refused by all other specs.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -93,10 +93,10 @@ def linear_routing(
 
     Args:
         w_router: in the dtype of the tokens, or float32, which makes all GEMMs float32.
-        spec: the router; None for `RouterSpec()`, a softmax over the chosen logits. Its input_norm_epsilon,
+        spec: the router. Default: `RouterSpec()`, a softmax over the chosen logits. The spec's input_norm_epsilon,
             per_expert_scale and weight_on_input have no effect.
-        logit_bias: required by specs with that bias, refused by others.
-        selection_bias: required by specs with that bias, refused by others.
+        logit_bias: required by specs with a logit bias, refused by all other specs.
+        selection_bias: required by specs with a selection bias, refused by all other specs.
         batch_invariant: whether a token's result and gradient are bit for bit independent of the other tokens. Default:
             False.
         implementation: "triton", "reference", or None to choose by device.
@@ -165,8 +165,8 @@ def routing_weights(
 
     Args:
         logits: the `logits` of a `Routing`, after the cap if the spec has one.
-        topk_experts: ids in [0, E), or -1. A slot with another id counts as empty, but on the CPU an id of E or more
-            raises. On a GPU the check for these ids would need a host synchronisation.
+        topk_experts: ids in [0, E), or -1. A slot with any other id counts as empty, but an id of E or more on the CPU
+            raises ValueError. On a GPU, this check would need a host synchronisation.
 
     Raises:
         ValueError: wrong shape or dtype, `spec` cannot choose K experts, or an id on the CPU is E or more.

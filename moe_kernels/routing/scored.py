@@ -3,8 +3,8 @@
     scores = f(logits)     chosen = top-k of scores [+ bias] in the best groups
     w = scale * s / max(sum of s + epsilon, minimum)     or, without normalisation, w = scale * s
 
-s is the score of a chosen expert. The sum is over the chosen experts of a token. One kernel computes the forward and
-another the backward.
+s is the score of a chosen expert. The sum is over the chosen experts of a token. One kernel computes the forward pass,
+and a second kernel computes the backward pass.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# A key below all other keys, even the key of -inf. `_TAKEN` marks padding without an expert, and keys to ignore.
+# `_TAKEN` is lower than all other keys, even that of -inf, and marks padding without an expert and keys to ignore.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 

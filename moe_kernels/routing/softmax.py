@@ -201,8 +201,8 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
-    # Subtract the mean from each chosen dw before multiplying: dw and the mean nearly cancel if one expert has nearly
-    # all the weight.
+    # Subtract the mean from each chosen dw before multiplying, because dw and the mean nearly cancel if one expert has
+    # nearly all the weight.
     is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
     if not is_normalized:

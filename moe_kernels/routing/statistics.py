@@ -40,10 +40,10 @@ def add_routing_statistics(
     padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts` experts, which have
     parameters, have padding rows.
 
-    `sums` holds four sums, over the softmax's entropies, the margins, the calls' excesses and the losses. The number of
-    losses and the smallest margin follow. A call's excess is the largest number of choices of an expert, divided by the
-    mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its other
-    experts. Equal keys have margin zero.
+    `sums` holds, in order: the sums of the softmax's entropies, of margins, of the calls' excesses and of losses, then
+    the number of losses and the smallest margin. A call's excess is the largest number of choices per expert, divided
+    by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its
+    other experts. If both keys are equal, the margin is zero.
 
     Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
     checked.
@@ -117,7 +117,7 @@ def _partial_statistics_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Program p writes counts[p] and sums[p] over every P-th block of BLOCK_T tokens, from block p on. Grid: (P,)."""
+    """Program p writes counts[p] and sums[p] over the blocks p, p + P, p + 2P, ... of BLOCK_T tokens. Grid: (P,)."""
     p = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     chosen = tl.zeros((BLOCK_E,), tl.int32)  # [BLOCK_E]
@@ -179,8 +179,8 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. The two terms of its sum are at least 0, so small entropies
-    lose no digits."""
+    """Return the entropy of each token's softmax, in nats. The entropy is computed as the sum of two terms that are at
+    least 0, so small entropies lose no digits."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)

@@ -1,6 +1,6 @@
 """Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties.
 
-`empty_choice` makes the tensors of a choice.
+`empty_choice` allocates the weights and experts of a choice.
 """
 
 import torch
@@ -68,8 +68,8 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     is_unsure = tl.zeros((keys.shape[0],), tl.int32)
     for step in range(TOP_K):
         chosen = tl.where(k == step, (E_P2 - 1 - (best & (E_P2 - 1)))[:, None], chosen)
-        # `best` is the last choice. For keys below `best`, key - best is negative, hence large as an unsigned number.
-        # The next lower key has the largest such number. The search takes one addition and comparison per key.
+        # `best` is the last chosen key. For lower keys, key - best is negative, and therefore large as an unsigned
+        # number. The next lower key has the largest difference. The search takes one addition and comparison per key.
         nearest = tl.max((short - best[:, None]).to(tl.uint32, bitcast=True), 1)
         following = best + nearest.to(tl.int32, bitcast=True)
         is_unsure |= ((following & -E_P2) == (best & -E_P2)).to(tl.int32)

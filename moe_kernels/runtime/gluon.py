@@ -40,7 +40,7 @@ if OBSTACLE is None:
         OBSTACLE = f"Triton's Gluon cannot be imported: {error}"
 
 if OBSTACLE is None:
-    # Triton 3.7 and 3.8 introduced new names. Triton 3.9 keeps some old names only to raise an error.
+    # Triton 3.7 and 3.8 introduced new names. Look for these first: in Triton 3.9, some old names only raise an error.
     barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # pyright: ignore[reportAttributeAccessIssue]
     # Triton 3.6 and 3.7 hash the constructor of an aggregate, not its fields. If the constructor were generated, a
     # kernel with changed fields could reuse old machine code. So each aggregate defines its constructor.

@@ -45,8 +45,8 @@ class CompiledArtifact:
     """A compiled kernel for every launch with the same static properties.
 
     Static properties are the device and the properties that Triton compiles for: the kernel, dtypes, constexpr values,
-    and which optional operands exist. Two more are whether pointers, sizes and strides are multiples of 16, and whether
-    sizes and strides are 1 or exceed 32 bits. Numbers of rows may differ.
+    and which optional operands exist. Static properties also say whether pointers, sizes and strides are multiples of
+    16, and whether sizes and strides are 1 or exceed 32 bits. The number of rows may differ between launches.
     """
 
     kernel_name: str
@@ -91,7 +91,7 @@ def run_launch(
     """Launch on the current stream. The current device must be the device of `operand`.
 
     Args:
-        artifact: a kernel to run, compiled for the static properties of this launch.
+        artifact: a kernel compiled for the static properties of this launch. None, the default, uses the launch cache.
         scratch: memory for descriptors; allocated if `scratch` is None or too small.
     """
     if operand.is_cuda:
@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # True while a `Replayed` or a plan runs; ops inside are not replayed separately
+        self.is_in_function = False  # True in a `Replayed` or in `planning`; ops inside are not replayed separately
 
 
 launching = _Thread()  # state of the current thread
@@ -203,7 +203,7 @@ def _make_ready(launch: Launch, compiled: Any) -> Ready:
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
     run = compiled.run  # the first access to `run` loads the kernel onto the GPU
-    kernel = compiled.function, compiled.packed_metadata, None, None, None  # three None instead of hooks
+    kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: launch metadata and two hooks
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, device)
 
 

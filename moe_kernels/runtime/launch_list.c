@@ -25,15 +25,15 @@ static CUresult (*encode_map)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, vo
                               const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 static CUresult (*replace_address)(CUtensorMap *, void *);
-static CUresult (*parameter_info)(CUfunction, size_t, size_t *, size_t *); /* CUDA 12.4 */
+static CUresult (*parameter_info)(CUfunction, size_t, size_t *, size_t *); /* NULL before CUDA 12.4 */
 static CUresult (*error_name)(CUresult, const char **);
-static PyObject *data_ptr; /* the name of the method of a tensor */
+static PyObject *data_ptr; /* the name of the method `Tensor.data_ptr` */
 
 #define REQUIRED 0x80000000u
 
 typedef struct {
-  CUDA_KERNEL_NODE_PARAMS launch; /* without parameters */
-  unsigned first;                 /* of the list's parameters */
+  CUDA_KERNEL_NODE_PARAMS launch; /* without kernelParams, which each run sets */
+  unsigned first;                 /* index of its first parameter in the list's parameters */
 } Kernel;
 
 typedef struct {
@@ -43,17 +43,17 @@ typedef struct {
 
 typedef struct {
   Py_ssize_t size, num_parameters, num_pointers, num_maps, num_kernels, num_bases;
-  unsigned char *values; /* of all parameters */
-  uint32_t *parameters;  /* where in `values` each begins */
-  uint32_t *bases;       /* places of tensors in the memory that `run` gets, with REQUIRED unless they are empty */
+  unsigned char *values; /* bytes of all parameters */
+  uint32_t *parameters;  /* offset of each parameter in `values` */
+  uint32_t *bases;       /* indices of tensors in the list `memory` of `run`; REQUIRED marks a non-empty tensor */
   Patch *pointers, *maps;
   Kernel *kernels;
   CUgraph graph;
   CUgraphNode *nodes; /* one per kernel, in a chain */
 } List;
 
-/* Executable graphs, each with 0.1 MB of GPU memory. A list has one for each stream: launches of one executable graph
-   would wait for each other on two streams. A new one replaces the oldest. */
+/* Executable graphs, each with 0.1 MB of GPU memory. A list has one executable graph per stream. Launches of one
+   executable graph on two streams would wait for each other. A new executable graph replaces the oldest. */
 #define MOST_EXECUTABLES 256
 static struct {
   const List *list;
@@ -99,7 +99,7 @@ static PyObject *use_driver(PyObject *self, PyObject *path) {
   Py_RETURN_NONE;
 }
 
-/* parameter_sizes(function): bytes of each parameter of a kernel, or None where the driver does not tell */
+/* parameter_sizes(function): bytes of each parameter of a kernel, or None if the driver cannot report sizes */
 static PyObject *parameter_sizes(PyObject *self, PyObject *function) {
   unsigned long long handle = PyLong_AsUnsignedLongLong(function);
   if (PyErr_Occurred()) return NULL;
@@ -114,8 +114,8 @@ static PyObject *parameter_sizes(PyObject *self, PyObject *function) {
   return sizes;
 }
 
-/* encode(kind, address, sizes, strides, box, swizzle, fill): the bytes of a TMA descriptor. Axes from the innermost,
-   strides in bytes without the innermost; sizes, strides and box as bytes of integers. */
+/* encode(kind, address, sizes, strides, box, swizzle, fill): the bytes of a TMA descriptor. The innermost axis comes
+   first. Strides are in bytes and omit the innermost axis. sizes and strides hold uint64, and box holds uint32. */
 static PyObject *encode(PyObject *self, PyObject *args) {
   int kind, swizzle, fill;
   unsigned long long address;
@@ -129,7 +129,7 @@ static PyObject *encode(PyObject *self, PyObject *args) {
   return result ? fail("encoding a TMA descriptor", result) : PyBytes_FromStringAndSize((char *)&map, sizeof map);
 }
 
-/* The driver keeps a graph that runs until its end. */
+/* Free an executable graph. If the graph is running, the driver keeps it until its end. */
 static void drop_executable(size_t index) {
   if (executables[index].list) executable_destroy(executables[index].graph);
   executables[index].list = NULL;
@@ -161,9 +161,9 @@ static void set_kernel(Kernel *kernel, const uint64_t *numbers) {
   launch->sharedMemBytes = numbers[5], kernel->first = numbers[6];
 }
 
-/* make_list(values, parameters, bases, pointers, maps, kernels), as bytes: parameters and bases are uint32, pointers and
-   maps are Patch, and each kernel is seven uint64: function, grid (3), warps, bytes of shared memory, its first
-   parameter. */
+/* make_list(values, parameters, bases, pointers, maps, kernels): all arguments are bytes. parameters and bases hold
+   uint32, pointers and maps hold Patch, and kernels holds seven uint64 per kernel: function, grid (3), warps, bytes of
+   shared memory, index of the first parameter. */
 static PyObject *make_list(PyObject *self, PyObject *args) {
   Py_buffer values, parameters, bases, pointers, maps, kernels;
   if (!PyArg_ParseTuple(args, "y*y*y*y*y*y*", &values, &parameters, &bases, &pointers, &maps, &kernels)) return NULL;
@@ -189,7 +189,7 @@ static PyObject *make_list(PyObject *self, PyObject *args) {
   return capsule;
 }
 
-/* Write the addresses of the tensors that the list uses. */
+/* Write the addresses of the tensors that the list uses to `addresses`. */
 static int read_addresses(const List *list, PyObject *memory, uint64_t *addresses) {
   for (Py_ssize_t i = 0; i < list->num_bases; i++) {
     PyObject *tensor = PyList_GetItem(memory, list->bases[i] & ~REQUIRED);
@@ -285,7 +285,7 @@ static PyObject *run(PyObject *self, PyObject *const *args, Py_ssize_t num_args)
     CUresult result = is_capturing((CUstream)stream, &status);
     if (!result && status == CU_STREAM_CAPTURE_STATUS_NONE) {
       result = launch_as_graph(list, parameters, (CUstream)stream);
-    } else if (!result) { /* the graph that is captured must keep this call's parameters */
+    } else if (!result) { /* separate launches, so that the captured graph keeps this call's parameters */
       result = launch_each(list, parameters, (CUstream)stream);
     }
     if (result) return fail("launching recorded kernels", result);

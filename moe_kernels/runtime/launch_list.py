@@ -1,7 +1,7 @@
 """A list of recorded launches. One call of a C function launches all kernels, as one CUDA graph. Between runs, only the
 addresses in the kernels' parameters change.
 
-The layout of parameters is that of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
+Parameters have the layout of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
 the driver reports the sizes of a kernel's parameters. These sizes are checked when a list is made.
 """
 
@@ -98,7 +98,7 @@ class _Parameters:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._pointers: list[tuple[int, int, int]] = []  # offset in _values, number in _bases, byte offset in tensor
-        self._maps: list[tuple[int, int, int]] = []  # the same for CUtensorMaps instead of pointers
+        self._maps: list[tuple[int, int, int]] = []  # the same three numbers for each CUtensorMap
         self._bases: dict[int, int] = {}  # index of a tensor in `run`'s list -> its number, in order of first use
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)

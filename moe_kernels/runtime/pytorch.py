@@ -39,8 +39,8 @@ def called_while_traced(function: Callable[[Any], None]) -> Callable[[Any], None
 # dispatch keys. Modes, autocast and transforms change dispatch keys. Comparisons in Python take ten times as long.
 TensorGuards = torch._C._dynamo.guards.TensorGuards  # pyright: ignore[reportAttributeAccessIssue]  # not in the stubs
 
-# Device type -> function that makes an uninitialised tensor from tuples of sizes and strides, and a dtype. On a GPU, it
-# is on the current device. `torch.empty_strided` takes twice as long. Modes do not see these functions.
+# Device type -> function that makes an uninitialised tensor from tuples of sizes and strides, and a dtype. GPU tensors
+# are on the current device. `torch.empty_strided` takes twice as long. Modes do not see these functions.
 EMPTY_STRIDED: dict[str, Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor]] = {
     "cuda": torch._C._dynamo.guards._empty_strided_cuda,  # pyright: ignore[reportAttributeAccessIssue]
     "cpu": torch._C._dynamo.guards._empty_strided_cpu,  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,7 +57,7 @@ def unseen_by_tracers() -> Iterator[None]:
         yield
 
 
-# Returns None outside `torch.jit.trace`, else its state. Every op calls this function, because the public
+# Returns the state of a running `torch.jit.trace`, else None. Every op calls this function, because the public
 # `torch.jit.is_tracing` takes twice as long.
 jit_tracing_state = torch._C._get_tracing_state
 
@@ -85,8 +85,8 @@ unseen_by_autocast = torch._C._DisableAutocast
 # Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
-# `fp32_precision("cuda", "matmul")` returns the setting `torch.backends.cuda.matmul.fp32_precision`, which every launch
-# reads, in a quarter of the time. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
+# `fp32_precision("cuda", "matmul")` takes a quarter of the time of `torch.backends.cuda.matmul.fp32_precision`. Every
+# launch reads this setting. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
 fp32_precision = torch._C._get_fp32_precision_getter
 
 

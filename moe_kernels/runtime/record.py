@@ -5,9 +5,9 @@ of its tensors into the parameters of the launches.
 in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other memories
 first, makes all launches at once, and frees the block at the end.
 
-That would raise the peak memory of large records. If it needs more than 64 MiB above what is in use at the same time in
-the function, memories above 1 MiB are allocated before the first launch that uses them and freed after the last one, as
-in the function. The launches between two such steps are made at once.
+This order raises the peak memory, because the function has fewer memories in use at the same time. If the rise exceeds
+64 MiB, memories above 1 MiB are allocated and freed as in the function: allocated before the first launch that uses
+them, and freed after the last one. The launches between two of these allocations or frees are made at once.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
 _MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
-# Size in bytes. In the other records, temporaries up to this size share the block, and memories up to this size outside
-# the block may stay allocated for some steps after their last use.
+# Maximum size in bytes of a small memory. If the peak would rise by more than `_MOST_EXTRA_BYTES`, the block holds only
+# small temporaries. Other small memories may then stay allocated for some steps after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 

@@ -1,7 +1,7 @@
 """Records what a function does with tensors: its kernel launches, its allocations and its other PyTorch operations.
 
-The function runs as usual, with real results. Each tensor that it uses is identified by its memory: an input, or an
-allocation of the function. `record.py` repeats the sequence on other tensors.
+The function runs as usual, with real results. Each tensor that the function uses is identified by its memory:
+an input, or an allocation of the function. `record.py` repeats the sequence on other tensors.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Ca
 
 
 class Op:
-    """An op of PyTorch's dispatcher that takes no lists of tensors and, apart from counters of tile tables that it
-    leaves at 0, mutates only `main_grad`: see `gradient_ops.py`.
+    """An op of PyTorch's dispatcher that takes no lists of tensors. The op mutates only `main_grad` (see
+    `gradient_ops.py`) and counters of tile tables, which the op leaves at 0.
 
     This class replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and
     results of the function, of its fake and of `setup_context` may be NamedTuples of tensors and other values. A field

@@ -28,8 +28,8 @@ _single_launches: list[str] = []  # reasons to run all functions instead of repl
 class Form:
     """The properties of operands, except values, that decide what a function computes, such as shapes and dtypes.
 
-    A form also holds the record for its operands, or the reason why no record can be made. The guards compare shapes,
-    strides, dtypes, devices, types, `requires_grad` and dispatch keys.
+    A form also holds the record for its operands, or the reason why no record can be made. `TensorGuards` compares
+    shapes, strides, dtypes, devices, types, `requires_grad` and dispatch keys.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
@@ -75,15 +75,15 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Replayed:
-    """The records of a function that launches kernels. Apart from counters of tile tables that the function leaves at
-    0, it mutates only `main_grad`, to which backward adds.
+    """The records of a function that launches kernels. The function mutates only `main_grad`, to which backward adds,
+    and counters of tile tables, which the function leaves at 0.
 
     The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
     `Record`. Every further call replays the record.
 
-    In every call the function runs instead if Triton's hooks, MOE_VERIFY or PyTorch's deterministic fill of
-    uninitialised memory must see each launch or allocation. The function also runs in every call if its launches cannot
-    be repeated: see `Recording.obstacle`.
+    Every call runs the function if Triton's hooks, MOE_VERIFY or PyTorch's deterministic fill of uninitialised memory
+    must see each launch or allocation. Every call also runs the function if its launches cannot be repeated: see
+    `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):

@@ -10,7 +10,7 @@ from torch import Tensor
 LINE_BYTES = 128  # size of a cache line in bytes; TMA reads a row in pieces of this size
 _LEAST_BYTES = 1024  # minimum size of padded rows, in bytes; padding could add more than an eighth to shorter rows
 _COPIED_BYTES = 16  # TMA reads only rows that start at multiples of this number of bytes
-_MOST_ALIGNED = 16  # maximum divisor to look for, in elements; Triton does not check for larger ones
+_MOST_ALIGNED = 16  # maximum result of `alignment`, in elements; Triton checks for no larger divisor
 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -33,8 +33,8 @@ def has_aligned_rows(matrices: Tensor) -> bool:  # [E, M, N]
 
 
 def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N]
-    """Return uninitialised matrices with the same shape and the same contiguous axis. Contiguous rows or columns start
-    at multiples of 128 bytes."""
+    """Return uninitialised matrices with the shape and the contiguous axis of `matrices`. Contiguous rows or columns
+    start at multiples of 128 bytes."""
     if matrices.stride(2) != 1 and matrices.stride(1) == 1:
         return empty_aligned(matrices.transpose(1, 2), device).transpose(1, 2)
     num_matrices, num_rows, num_columns = matrices.shape

@@ -1,4 +1,4 @@
-"""Report which kernels run for an expert layer here, why no faster kernels run, and whether results are accurate.
+"""Report which kernels run for an expert layer on this machine and why no faster kernels run. Check the results.
 
     python -m moe_kernels explain 16384,2048,768,128,8 --dtype bfloat16      # T, D, F, E, K
     python -m moe_kernels explain 16384,2048,768,128,8 --cc 90 --gpu "NVIDIA H200"      # as if on this GPU
@@ -14,6 +14,7 @@ import argparse
 import platform
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -195,7 +196,7 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
     """Check a small layer with `precision="fp8"`, forward and backward. Each result may differ from the reference by
-    0.09 times the norm of the reference.
+    at most 0.09 times the norm of the reference.
 
     Raises:
         AssertionError: a result differs by more. The message names the result.
@@ -220,7 +221,7 @@ def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> N
 def check_numbers(
     steps: list[Step], dtype: torch.dtype, device: str, activation: str, precision: str | None = None
 ) -> bool:
-    """Check a small layer and each selected kernel, and print the outcome. Return whether all meet the budget."""
+    """Check a small layer and each selected kernel, and print the outcome. Return whether all checks pass."""
     implementation = choose("explain", None, torch.empty(0, dtype=dtype, device=device))
     check_layer = check_small_layer if precision is None else check_small_fp8_layer
     checks = {f"small layer ({implementation} on {device})": partial(check_layer, dtype, device, activation)}
@@ -289,14 +290,18 @@ def print_records(dtype: torch.dtype, device: str, activation: str, precision: s
 
 
 def explain_command(options: argparse.Namespace) -> int:
-    """Print the report. Return exit status 1 if a result exceeds the error budget."""
+    """Print the report. Return exit status 1 if a result exceeds the error budget, 2 if the layer cannot be built."""
     case, dtype = options.layer, getattr(torch, options.dtype)
     target, is_here = find_target(options.cc, options.gpu)
     print_versions(target, is_here)
     print_tables(target)
     settings = {"activation": options.activation, "precision": options.precision, "format": options.quantized}
     layer = layer_of(case, dtype, "cuda" if is_here else "meta", **settings)
-    steps = layer.plan(None if is_here else target) if HAS_TRITON else []
+    try:
+        steps = layer.plan(None if is_here else target) if HAS_TRITON else []
+    except ValueError as error:  # the format or the precision does not take these sizes
+        print(f"moe_kernels explain: {error}", file=sys.stderr)
+        return 2
     print_steps(layer, steps, target)
     runnable = steps if is_here else []
     device = "cuda" if torch.cuda.is_available() else "cpu"

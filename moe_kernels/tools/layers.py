@@ -50,7 +50,7 @@ class Step(NamedTuple):
 
     @property
     def gathers(self) -> bool:
-        """Return whether the GEMM gathers rows of tokens."""
+        """Return whether the GEMM gathers the rows of an operand."""
         return any("row_to_token" in name and getattr(self.args, name) is not None for name in self.args.tensors)
 
 
@@ -74,7 +74,7 @@ class Layer(NamedTuple):
         """Run a forward and backward of `fused_experts` and return its GEMMs. Quantised weights get no gradients.
 
         If no kernel computes the activation in its epilogue, the list has two steps "up": the attempt with this
-        epilogue, whose `kernel` is None, and the GEMM without it.
+        epilogue, whose `kernel` is None, and the GEMM without an epilogue.
 
         Args:
             target: a GPU to select kernels for; tensors may then be meta tensors. None, the default: the tensors' GPU.

@@ -75,7 +75,7 @@ def _calls(times: list[float]) -> int:
 
 
 def times_of_calls(function: Callable[[], object], num_calls: int) -> list[float]:
-    """Return the milliseconds of each call on the GPU."""
+    """Return the GPU time of each call in milliseconds."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(num_calls + 1)]
     events[0].record()
     for event in events[1:]:
@@ -112,8 +112,8 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; a kernel's entry then selects the kernel, too
-    measure: Callable[[], Table]  # makes a table with only this entry; an empty table if no kernel fits
+    is_known: Callable[[Table], bool]  # whether the table has the entry; a call also pins the entry's kernel, if any
+    measure: Callable[[], Table]  # returns a table with only this entry, or an empty table if no kernel fits
 
 
 class Job(NamedTuple):
@@ -143,8 +143,8 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be fastest. Omit kernels that load through pointers if others exist, except for
-    grouped GEMMs with fewer than 64 rows per group."""
+    """Return the kernels that may be fastest. Omit kernels that load through pointers if other kernels exist, except
+    for grouped GEMMs with fewer than 64 rows per group."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -178,8 +178,8 @@ def _print(key: str, times: dict[str, float]) -> None:
 
 
 def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> Job:
-    """Return a job that measures the kernels of a layer's GEMMs. Then it times the layer to choose which gathers run as
-    separate copies."""
+    """Return a job that measures the kernels of a layer's GEMMs. The job then times the layer to choose which gathers
+    run as separate copies."""
 
     def entries() -> Iterator[Entry]:
         layer = layer_of(case, dtype, device, activation=activation)
@@ -193,7 +193,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
 
 
 def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) -> Job:
-    """Return the job of one layer's GEMMs with quantised weights, or with e4m3 operands.
+    """Return a job that measures one layer's GEMMs with quantised weights or with e4m3 operands.
 
     Args:
         settings: keyword arguments of `layer_of`.
@@ -254,8 +254,8 @@ def fastest_list(args: GroupedGemmListArguments) -> Measured:
 
 
 def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> Job:
-    """Return a job that tunes a list of square products A @ B. Its entries are three layouts: A and B stored by rows,
-    only B stored by columns, and only A stored by columns."""
+    """Return a job that tunes a list of square products A @ B. The job has an entry for each of three layouts: A and B
+    stored by rows, only B stored by columns, and only A stored by columns."""
     layouts = ((False, False), (False, True), (True, False))
 
     def entries() -> Iterator[Entry]:
@@ -269,7 +269,7 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """Return the job of packed rows times one shared matrix, which is stored by rows, then by columns."""
+    """Return a job that tunes packed rows times one shared matrix, first stored by rows, then stored by columns."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups

@@ -51,7 +51,7 @@ def deepseek_v3(config: ModelConfig) -> RouterSpec:
 
 
 def dots(config: ModelConfig) -> RouterSpec:
-    if config.values.get("scoring_func") == "noaux_tc":  # published files call sigmoid scores with a bias noaux_tc
+    if config.values.get("scoring_func") == "noaux_tc":  # published files' name for sigmoid scores with a bias
         config = replace(config, values=config.values | {"scoring_func": "sigmoid"})
     return deepseek_v3(config)
 
@@ -71,7 +71,7 @@ def deepseek_v4(config: ModelConfig) -> RouterSpec:
     """Read DeepSeek-V4's router, which always normalises weights.
 
     Raises:
-        ValueError: a table chooses the layer's experts by token id. The configuration calls this "hash_moe", the
+        ValueError: the layer has type "hash_moe", in which a table chooses experts by token id. "hash_moe" is the
             default for the first `num_hash_layers` layers (3 by default).
     """
     default = "hash_moe" if config.layer < config.integer("num_hash_layers", default=3) else "moe"

@@ -40,8 +40,8 @@ class BalanceLosses:
         score: "softmax" (default), "sigmoid" or "sqrt_softplus". Normalised scores are the probabilities in `switch`,
             `sequence` and `global_batch`.
         group: the ranks that share a global batch. With several ranks, `global_batch` requires a group.
-        count: the experts that `sequence` counts: "scores" (default), the experts with the highest scores, or
-            "choices", the experts that the router chose.
+        count: the experts that `sequence` counts. "scores" (default) means the experts with the highest scores.
+            "choices" means the experts that the router chose.
 
     Raises:
         ValueError: a coefficient is negative or not finite, the score or count is unknown, or no loss uses `group`.
@@ -87,7 +87,7 @@ class BalanceLosses:
         Shapes: accumulated_counts [E], global_counts [E]; result scalar.
 
         Args:
-            global_counts: result of `global_expert_counts`. The default None computes it.
+            global_counts: result of `global_expert_counts`. Default None: this method calls `global_expert_counts`.
         """
         loss = routing.logits.new_zeros(())
         by_score = {"num_tokens": num_tokens, "score": self.score}

@@ -1,8 +1,8 @@
 """Auxiliary losses as plain functions of a layer's routing, and their attachment to a layer's output.
 
 Every loss ignores padding tokens and is 0 if there are no tokens. Permutations of experts or tokens do not change a
-loss. The loss over sequences allows permutations of sequences, and of tokens within a sequence. The losses differ in
-how they react to splitting a batch:
+loss. For the loss over sequences, tokens may be permuted only within their sequence, and sequences as a whole. The
+losses differ in how they react to splitting a batch:
 
 | loss | at perfect balance | sum of the losses of a batch's calls |
 |---|---|---|
@@ -12,9 +12,9 @@ how they react to splitting a batch:
 | `importance_loss` | 0 | depends on the split: the variation is that of one call |
 | `router_z_loss` | (ln E + c) ** 2 where all logits are c | given `num_tokens`, the loss of the batch |
 
-`num_tokens` is the number of tokens, without padding, of all calls whose losses are added: over micro-batches, and over
-ranks if gradients are summed over ranks. With `num_tokens`, each loss is weighted by its call's share of the tokens. By
-default (`num_tokens=None`), a loss covers only its own call. Average losses without `num_tokens` over the calls.
+`num_tokens` is the number of tokens, without padding, of all calls whose losses are added. Count all micro-batches, and
+all ranks if gradients are summed over ranks. With `num_tokens`, each loss is weighted by its call's share of tokens.
+By default (`num_tokens=None`), a loss covers only its own call, and losses must be averaged over the calls.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def load_balancing_loss(
     Source: equations 4 to 6 of https://arxiv.org/abs/2101.03961, with top_k slots per token.
 
     Args:
-        num_tokens: number of tokens, without padding, of all calls whose losses are added. Default None: that of this
-            call.
+        num_tokens: number of tokens, without padding, of all calls whose losses are added. Default None: the
+            number of tokens of this call.
         score: "softmax", "sigmoid" or "sqrt_softplus". Probabilities are these scores divided by their sum.
 
     Raises:
@@ -106,8 +106,8 @@ def sequence_load_balancing_loss(
 ) -> Tensor:  # scalar
     """Return the mean over sequences of `load_balancing_loss`, weighted by each sequence's share of the tokens.
 
-    By default, a token counts for the experts with its highest scores, as many experts as the router chose. Selection
-    bias, groups, noise and assignments do not change these experts. Megatron-Core counts the same experts.
+    By default, a token for which the router chose n experts counts for its n highest-scoring experts. Selection bias,
+    groups, Gumbel noise and assignments do not change these scores. Megatron-Core counts the same experts.
 
     The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
     sequences or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence
@@ -199,8 +199,8 @@ def _switch(
 
 
 def _counted_experts(op: str, routing: LayerRouting, count: str) -> Tensor:  # [T, K] int32
-    """Return the experts for which the loss counts each token. -1 means no expert. `count`: "choices" returns the
-    router's choices, "scores" returns as many experts with the highest scores."""
+    """Return the experts for which the loss counts each token; -1 means no expert. With count="choices", return the
+    router's choices. With count="scores", return the same number of experts, but those with the highest scores."""
     check_choice(op, "count", count, COUNTS)
     chosen = routing.choices
     if count == "choices":

@@ -32,8 +32,8 @@ class RoutingStatistics(NamedTuple):
         entropy: entropy of the softmax over all experts, in nats, averaged over tokens; ln E is the maximum.
         margin: mean over tokens of a token's margin. The margin is the lowest selection key among the chosen experts
             minus the highest key among the other experts.
-        smallest_margin: smallest margin of a token. 0 is a tie. Rounding, Gumbel noise, replay or assignments can make
-            a margin negative.
+        smallest_margin: smallest margin of a token. A margin of 0 is a tie. Rounding, Gumbel noise, replay or
+            assignments can make a margin negative.
         max_violation: max / mean - 1 of the experts' numbers of slots before capacities; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
         wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
@@ -64,8 +64,9 @@ class RoutingObserver:
     """Sums statistics over a layer's forwards, without recomputed forwards. Only `read` synchronises the host.
 
     A selection key is an expert's logit or score plus its bias, or -inf in a group that cannot be selected. A margin is
-    the lowest key of the chosen experts minus the highest key of the others. A margin is infinite if all selectable
-    experts or none were chosen. Margins mean little with an assignment. Violations count slots before capacities.
+    the lowest key of the chosen experts minus the highest key of the other experts. A margin is infinite if all
+    selectable experts or none were chosen. Margins mean little with an assignment. Violations count slots before
+    capacities.
 
     Args:
         router: the layer's router, on its final device; for a transformers model, the `AttachedRouter`.
@@ -124,7 +125,7 @@ class RoutingObserver:
         add_forward(*totals, logits, keys, choices, kept, token_mask, aux_loss, self.num_experts, implementation)
 
     def read(self, *, group: ProcessGroup | None = None) -> RoutingStatistics:
-        """Return the statistics so far, on the CPU. Synchronises with the GPU.
+        """Return the statistics so far, on the CPU. This call synchronises with the GPU.
 
         Args:
             group: ranks whose statistics are combined. Every rank must call this method. `num_calls` is the sum over
@@ -200,7 +201,7 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
     margins = torch.where(last == best, 0.0, last - best)  # [T]; -inf minus -inf would give NaN
-    # The number of slots of the most chosen expert, divided by the mean, minus 1.
+    # Divide the largest number of slots of an expert by the mean, and subtract 1.
     violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
     has_loss = violation.new_full((), aux_loss is not None)
     loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()

@@ -28,8 +28,8 @@ from .lora.dropout import compute_with_dropout
 from .lora.merging import Unmerged
 from .stored import QuantizedExperts
 
-# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. It computes all tokens in chunks. During the
-# computation of a chunk, other chunks are transferred.
+# A function (tokens, topk_weights, weights, adapters) -> outputs [T, D]. The function computes all tokens in chunks,
+# and transfers other chunks while a chunk is computed.
 ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Tensor]
 
 
@@ -42,7 +42,7 @@ class ExpertRows(NamedTuple):
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32
     permutation: Permutation | None  # order of the slots; None if a plan is given
-    offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert if this rank's own slots are sorted
+    offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert among this rank's sorted slots
     plan: ChunkPlan | None = None  # None: compute all rows in one call
     route: Any = None  # data with which the dispatcher sends the outputs back
 
@@ -78,7 +78,7 @@ class GroupedExperts(nn.Module):
     ):
         super().__init__()
         self.num_experts = num_experts
-        # A function (name, parameter distributed over ranks) -> this rank's part. None without expert parallelism.
+        # Maps (name, parameter distributed over ranks) to this rank's part. None without expert parallelism.
         self.local_share: Callable[[str, Tensor], Tensor] | None = None
         self.reserved_sms = 0  # SMs that persistent GEMMs leave to concurrent communication
         self.adds_to_main_grad = False

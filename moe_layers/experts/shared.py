@@ -20,9 +20,9 @@ class SharedExpert(nn.Module):
     If the activation is not gated, `w_up` is [F, D].
 
     Args:
-        gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D].
-        init_std: initial standard deviation of the weights.
-        implementation: "triton", "reference", or None to choose by device.
+        gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D]. Default: False.
+        init_std: initial standard deviation of the weights. Default: 0.02.
+        implementation: "triton", "reference", or None (default) to choose by device.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class QuantizedExperts(nn.Module):
         return QuantizedWeight(format=self.format, shape=shape, **stored_tensors)
 
     def dequantize(self) -> Tensor:  # [E, out, in]
-        """Return the dequantised weight in `dtype`. The experts' op computes with the same values as returned here."""
+        """Return the dequantised weight in `dtype`. The experts' op computes with exactly these values."""
         if self.device.type != "cpu" or not self.is_divisible:
             return dequantize(self.weight(), self.dtype)
         # Decode one expert at a time to save memory: the reference code holds several tensors of the decoded size.

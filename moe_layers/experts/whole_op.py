@@ -2,8 +2,8 @@
 
 The op is one autograd node with one list of launches. In backward, one launch sums each token's gradient over its
 experts and adds the gradient through the routing weights. The op replaces separate parts only if the experts alone read
-the router's output, and read it unchanged. The parts run one by one if the caller, an auxiliary loss, an observer, a
-hook on router or experts, or a dispatch mode reads the routing. If a hook is added or removed between a checkpointed
+the router's output, and read it unchanged. Other readers make the parts run one by one: the caller, an auxiliary loss,
+an observer, a hook on router or experts, or a dispatch mode. If a hook is added or removed between a checkpointed
 forward and its recomputation, the forward and the recomputation save different tensors. PyTorch then raises an error.
 
 The checks run in every call. Modules are read from `_modules`, because reading a module as an attribute costs a call of

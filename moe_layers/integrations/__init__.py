@@ -1,2 +1,2 @@
-"""Runs this package's experts in models of other libraries. The rest of `moe_layers` does not import these modules,
-because they import the other libraries."""
+"""Runs this package's experts in models of other libraries. Code outside this folder does not import these modules,
+because these modules import the other libraries."""

@@ -1,4 +1,4 @@
-"""Integrates with axolotl: a plugin that computes the experts of the model with this package.
+"""Provides an axolotl plugin that computes the experts of the model with this package.
 
 plugins:
   - moe_layers.integrations.axolotl.MoELayersPlugin

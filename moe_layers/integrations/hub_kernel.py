@@ -1,9 +1,9 @@
-"""Writes a kernel of the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
+"""Writes a kernel for the Hugging Face Hub: `python -m moe_layers.integrations.hub_kernel DIR`.
 
-The folder has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). The folder
-holds `moe_kernels`, whose ops get a namespace of their own, and the stateless layer `MoEExperts`. The forward of
-`MoEExperts` replaces the forward of experts modules of transformers. With `--build`, the folder also holds the built
-variant, which the library `kernels` can load without the Hub.
+The folder DIR has the layout of Hugging Face's kernel-builder for kernels without compiled code ("noarch"). The folder
+holds a copy of `moe_kernels` and the stateless layer `MoEExperts`. The ops of the copy are registered in a separate
+namespace. The forward of `MoEExperts` replaces the forward of experts modules of transformers. With `--build`, the
+folder also holds the built variant, which the library `kernels` can load without the Hub.
 """
 
 from __future__ import annotations
@@ -126,12 +126,12 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
     Args:
         directory: the folder, which must be empty or not exist.
-        name: name of the repository: lower-case words joined by "-".
-        version: version of the kernel on the Hub, at least 1.
+        name: name of the repository: lower-case words joined by "-". Default "moe-layers-experts".
+        version: version of the kernel on the Hub, at least 1. Default 1.
         build: also write the built variant, `build/torch-universal`, as the builder does. Default False.
 
     Raises:
-        ValueError: the folder holds files, `name` has another form, or `version` is not positive.
+        ValueError: the folder is not empty, `name` is not lower-case words joined by "-", or `version` is below 1.
     """
     if re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name) is None or version < 1:
         raise ValueError(f"write_kernel: name must be words joined by -, version positive, got {name!r} and {version}")
@@ -158,7 +158,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return path -> text of each file. The text of recognition.py imports the folder's copy of `moe_kernels`."""
+    """Return a dict: path -> text of the file. recognition.py imports the folder's copy of `moe_kernels`."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

@@ -6,8 +6,8 @@
     spec = get_gpt_layer_local_spec(num_experts=8, moe_grouped_gemm=False)
     spec.submodules.mlp.submodules.experts = GroupedExperts
 
-Megatron's own router, dispatchers, shared experts and parallelism remain. Distributed checkpoints are interchangeable
-with those of Megatron's own experts, `SequentialMLP` and `TEGroupedMLP`.
+Megatron's own router, dispatchers, shared experts and parallelism remain in use. Distributed checkpoints are
+interchangeable with those of Megatron's own experts, `SequentialMLP` and `TEGroupedMLP`.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ check_version("megatron-core", "0.16", "use its own experts")
 
 
 class GroupedExperts(MegatronModule):
-    """Holds a rank's experts in two parameters: `weight1` [E, 2F or F, H], gate rows first, and `weight2` [E, H, F].
+    """Holds a rank's experts in two parameters, `weight1` [E, 2F or F, H] and `weight2` [E, H, F].
 
-    H is the width of the tokens. With `gradient_accumulation_fusion`, backward adds each weight's gradient to the
-    weight's `main_grad`, in the dtype of `main_grad`. With `delay_wgrad_compute`, backward leaves the weights'
-    gradients to `backward_dw`.
+    `weight1` holds the gate rows before the up rows. H is the width of the tokens. With `gradient_accumulation_fusion`,
+    backward adds each weight's gradient to the weight's `main_grad`, in the dtype of `main_grad`. With
+    `delay_wgrad_compute`, `backward_dw` computes the weights' gradients instead of backward.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -106,8 +106,8 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. With `gradient_accumulation_fusion`, add the gradient to `main_grad`, and
-        return a placeholder for Megatron's hooks or, if the weight has no such hooks, None."""
+        """Return the gradient [E, out, in]. With `gradient_accumulation_fusion`, add the gradient to `main_grad`
+        instead. Then return a placeholder if Megatron's hooks expect a gradient of the weight, else None."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # `weight` unpacked by saved-tensor hooks may lack `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may unpack a `weight` without `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

@@ -38,9 +38,9 @@ _ACTIVATION = Activation("swiglu", interleaved=True)
 
 
 class FusedExperts(GroupedExperts):
-    """Experts with gate and up in one parameter, `w13` [E, F, 2, D], and `w2_EDF` [E, D, F].
+    """Holds experts in two parameters: `w13` [E, F, 2, D] for gate and up, and `w2_EDF` [E, D, F].
 
-    The experts compute in the dtype of the tokens. State dicts hold torchtitan's `w1_EFD` and `w3_EFD`.
+    The experts compute in the dtype of the tokens. In state dicts, torchtitan's `w1_EFD` and `w3_EFD` replace `w13`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -71,7 +71,7 @@ class FusedExperts(GroupedExperts):
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Routed experts, computed by one op if all are local. Otherwise torchtitan's own forward dispatches the rows."""
+    """Computes routed experts by one op if all are local. Otherwise torchtitan's own forward dispatches the rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -127,7 +127,8 @@ def moe(cfg: Any) -> Any:
 
 
 def _experts(cfg: Any) -> Any:
-    """Return the configuration of `FusedExperts`, which initialises and shards `w13` like `w1_EFD` and `w3_EFD`."""
+    """Return the configuration of `FusedExperts`. `w13` is initialised like `w1_EFD` and `w3_EFD`, and sharded like
+    `w1_EFD`."""
     initial = dict(cfg.param_init or {})
     if "w1_EFD" in initial and "w3_EFD" in initial:
         gate, up = initial.pop("w1_EFD"), initial.pop("w3_EFD")

@@ -36,9 +36,9 @@ class AllGatherDispatcher(RankDispatcher):
     an all-to-all sends T * K * (P - 1) / P tokens instead. If P <= K, an all-gather therefore sends no more tokens than
     an all-to-all. All ranks must have equally many tokens.
 
-    A rank may compute at most `max_rows_factor` times as many rows as it has slots itself. More rows are an error. A
-    rank has T * K slots, or fewer with a capacity or `TokenExpertPairs`. Without a limit the host waits for the number
-    of rows while the tokens are in flight.
+    A rank may compute at most `max_rows_factor` rows per slot of its own. More rows are an error. A rank has T * K
+    slots of its own, or fewer with a capacity or `TokenExpertPairs`. Without a limit, the host waits for the number of
+    rows while the tokens are in flight.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:
@@ -128,7 +128,7 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         return super().pending(tokens, slots, experts)
 
     def _longest(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> int:
-        """Return the largest number of tokens of any rank. Raise ValueError if results of `_agreed` differ."""
+        """Return the largest number of tokens of any rank. Raise ValueError if `_agreed` differs between ranks."""
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]

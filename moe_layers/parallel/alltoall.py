@@ -78,8 +78,8 @@ class AllToAllDispatcher(RankDispatcher):
     def _exchange_counts(
         self, chunks: list[_Outgoing], agreed: tuple[int, ...]
     ) -> tuple[list[Tensor], Tensor]:  # [P, E / P] each, [2, P]
-        """Return, for each chunk, the number of slots that each rank sends to each local expert. Also return the values
-        that must be equal on all ranks (`agreed`): bytes per token, and a bit mask of needed gradients.
+        """Return, for each chunk, the number of slots that each rank sends to each local expert. Also return all ranks'
+        values of `agreed`, which must be equal: bytes per token, and a bit mask of needed gradients.
 
         Fail by `check_on_device` if a rank's counts exceed its capacity, or if ranks have different capacities.
         """

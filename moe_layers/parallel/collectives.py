@@ -98,8 +98,8 @@ class AsyncCollective:
     """A tensor in flight. In backward, the dual collective (reduce-scatter for all-gather) sends the gradient back.
 
     The constructor starts the transfer. Work between the start and `wait` overlaps with the transfer. In backward, the
-    gradient computation of that work overlaps with the transfer of the gradient. In backward, PyTorch's own
-    collectives do not overlap with computation.
+    transfer of the gradient overlaps with the gradient computation of that work. PyTorch's own collectives do not
+    overlap with computation in backward.
 
     Args:
         there: starts a collective on the tensor.

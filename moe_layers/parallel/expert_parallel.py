@@ -42,13 +42,13 @@ DISPATCHERS = ("auto", "allgather", "alltoall", "overlapped")
 class ExpertParallel(ParallelStyle):
     """Plan for PyTorch's `parallelize_module` that shards the experts of a `MoEFeedForward` over a mesh.
 
-    If the layer holds all experts, each rank keeps its share. By default all ranks take the values of the first rank,
-    also for router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its own
-    values, without communication. If `keep_local_experts` has already reduced the layer to exactly this share, the
+    If the layer holds all experts, each rank keeps its share. By default all ranks take the parameters of the first
+    rank, including router and shared experts. With `parallelize_module(..., src_data_rank=None)` each rank keeps its
+    own values, without communication. If `keep_local_experts` has already reduced the layer to exactly this share, the
     layer keeps its experts. Parameters that two layers share become two parameters. Adapters are sharded like their
     experts. Adapter factors that all experts share are replicated, and backward sums the gradients of these factors
     over the ranks. A later `reset_parameters` draws the router from each rank's own random state, so seed all ranks
-    equally. Experts drawn on GPUs differ between ranks. On CPUs all ranks draw the same experts, and PyTorch warns.
+    equally. On GPUs each rank draws different experts. On CPUs all ranks draw equal experts, and PyTorch warns.
 
     The layer synchronises the host only in the cases stated below. All ranks of the mesh must call the layer equally
     often, in forward and backward. Tokens, routing weights and experts must need gradients on all ranks or on none.
@@ -70,15 +70,15 @@ class ExpertParallel(ParallelStyle):
             numbers. With "alltoall", a rank sends each other rank at most max_rows_factor * T * top_k / P rows. With a
             capacity or `TokenExpertPairs`, each chunk has room for all kept slots, because all may lie in one chunk.
             With a limit the host does not synchronise, and CUDA graphs can capture the layer. Default: no limit.
-        chunks: number of parts of the tokens; one part is sent while another is computed. With more chunks the weights
-            are read more often, and the experts' gradient is a sum over the chunks. "overlapped" needs no such sum, and
-            its first chunk is smaller. Default: 1, or 2 for "overlapped" from 4 ranks on.
+        chunks: number of parts into which tokens are split; one part is sent while another is computed. More chunks
+            read the weights more often, and the experts' gradient is a sum over chunks. "overlapped" needs no sum, and
+            has a smaller first chunk. Default: 2 for "overlapped" on at least 4 ranks, otherwise 1.
         reserved_sms: number of SMs that the experts' GEMMs leave to communication. Results stay bitwise equal. Default:
             0, or 2 for "overlapped".
 
     Raises:
-        NotImplementedError: "overlapped" with `weight_on_input`, `recompute`, `batch_invariant`, a `precision` or
-            quantised weights. Raised when the plan is applied, or when the layer is called.
+        NotImplementedError: "overlapped" is used with `weight_on_input`, `recompute`, `batch_invariant`, a `precision`
+            or quantised weights. The error is raised when the plan is applied, or when the layer is called.
         ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
             `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
             does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has

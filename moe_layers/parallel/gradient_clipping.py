@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from .collectives import Ranks, wait
 
-Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh, and its dimensions that shard; None: plain tensor
+Sharding = tuple[DeviceMesh, tuple[int, ...]] | None  # mesh and its sharded dimensions; None: plain tensor
 
 
 @torch.no_grad()

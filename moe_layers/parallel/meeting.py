@@ -19,7 +19,7 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # maximum wait for other ranks, in seconds; errors are due within 20 s, but stores time out late
+SECONDS = 15.0  # maximum wait for other ranks; errors must be raised within 20 s, but stores time out late
 _turns: Counter[str] = Counter()  # `_group(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
@@ -55,7 +55,7 @@ def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
     """Return the indices of the keys that no rank has set within `seconds`."""
     try:
         store.wait(keys, timedelta(seconds=seconds))
-    except RuntimeError:  # common base class; the type of a timeout error depends on the store
+    except RuntimeError:  # base class of all timeout errors, whose type depends on the store
         return [index for index, key in enumerate(keys) if not store.check([key])]
     return []
 

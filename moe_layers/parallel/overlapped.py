@@ -54,7 +54,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
         if not runs_kernels(experts.implementation, whole[0][0]):
             yield from super().pending(tokens, slots, experts)
             return
-        # Split into chunks only if `max_rows_factor` limits the rows of each chunk. Otherwise count all slots at once.
+        # Count slots by chunk only if `max_rows_factor` limits each chunk's rows. Otherwise count all slots at once.
         chunks = whole if self.max_rows_factor is None else split(*whole[0], lengths)
         bounds, offsets = self._count_rows(chunks, experts)
         transport = self.transport(self.ranks, tokens.device)

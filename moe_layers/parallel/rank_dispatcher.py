@@ -55,7 +55,7 @@ class RankDispatcher(ABC):
         ranks: the ranks that share the experts, with equally many experts each.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
             Default: None, no limit.
-        chunks: number of parts of the tokens; one part is sent while another is computed. Default: 1.
+        chunks: number of parts into which tokens are split; one part is sent while another is computed. Default: 1.
         gradient_scale: scale of the gradients of the experts' parameters. Default: 1. Backward multiplies the gradient
             of the outputs by the scale, because this gradient usually has fewer elements than the parameters. Backward
             then divides the gradients of tokens and routing weights by the scale. The division is exact if the scale is

@@ -38,7 +38,7 @@ class Gathering(NamedTuple):
     wait: Callable[[int], Tensor]  # takes a part's index; returns [P * n, ...], n rows of each rank
 
 
-# A function that waits for this rank's part of a sum, and writes the part to a tensor [n, ...]. Call the function once.
+# A `Scattering` waits for this rank's part of a sum, and writes the part to a tensor [n, ...]. Call the function once.
 Scattering = Callable[[Tensor], object]
 
 
@@ -49,8 +49,8 @@ class Transport(ABC):
     @abstractmethod
     def begin(self, *sizes: int) -> None:
         """Announce the sizes in bytes of the tensors that each rank will gather or scatter. Earlier operations must
-        be complete or abandoned. A checkpointed region's recomputation abandons operations when it stops early, once
-        all tensors for backward exist."""
+        be complete or abandoned. The recomputation of a checkpointed region stops once all tensors for backward exist,
+        and abandons its remaining operations."""
 
     @abstractmethod
     def gather(self, tensor: Tensor, lengths: list[int]) -> Gathering:
@@ -113,7 +113,7 @@ class PeerCopies(Transport):
 
     @classmethod
     def of(cls, ranks: Ranks, device: torch.device) -> PeerCopies:
-        """Return the group's only instance. All layers of the group use its memory in turn."""
+        """Return the group's only instance. All layers of the group use the instance's memory in turn."""
         group = distributed.distributed_c10d._resolve_process_group(ranks.name)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]  # private API
         if group not in _PEER_COPIES:
             _PEER_COPIES[group] = cls(group, device)
@@ -213,7 +213,7 @@ class PeerCopies(Transport):
             self._last = None
 
     def _current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device.index)  # takes several times as long without `.index`
+        return torch.cuda.current_stream(self.device.index)  # without `.index`, the call takes several times as long
 
 
 _PEER_COPIES: WeakKeyDictionary[ProcessGroup, PeerCopies] = WeakKeyDictionary()
@@ -222,7 +222,7 @@ _MOST_VIEWS = 1024
 
 
 def _views_of(handle: Any, size: int, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> list[Tensor]:
-    with unseen_by_modes(), torch.inference_mode(False):  # no inference tensors: training cannot write to them
+    with unseen_by_modes(), torch.inference_mode(False):  # training cannot write to inference tensors
         return [handle.get_buffer(peer, shape, dtype, start) for peer in range(size)]
 
 

@@ -10,8 +10,8 @@ the weights of the assigned experts, with gradients. A slot without an expert is
 | `ExpertChoice` | 0 to E, the same number of tokens for each expert | on the whole call: not causal |
 | `TokenRounding` | its top-k, plus or minus some, so that GEMM tiles are full | on the whole call: not causal |
 
-If the choice depends on all tokens of a call, a token's result depends on the other sequences and on the split of a
-batch into calls. A sampler that processes one token at a time then gets other results. To return the choice to the
+With a choice that depends on the whole call, a token's result depends on other sequences and on the split of a batch
+into calls. A sampler that processes one token at a time then gets other results. To return the choice to the
 router, set `layer.router.assignment = None`. Padding gets no expert and does not affect other tokens, except that
 `ExpertChoice` counts padding in the number of tokens.
 """
@@ -104,7 +104,7 @@ def slots_of_pairs(
     and the host does not synchronise.
 
     Args:
-        max_experts_per_token: K'. A token's further pairs are ignored.
+        max_experts_per_token: K', the maximum number of pairs of a token. Further pairs of the token are ignored.
 
     Raises:
         ValueError: a shape or dtype is wrong.

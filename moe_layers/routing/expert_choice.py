@@ -94,8 +94,8 @@ class ExpertChoice(_AcrossTokens):
         return (rank < capacity).expand(order.shape)
 
 
-# rounding -> function of the multiple. To round a count as `rounding` says, add the function's result to the count and
-# round the sum down to the multiple.
+# Maps each value of `rounding` to a function of the multiple. To round a count, add the function's result to the count,
+# and round the sum down to the multiple.
 _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2, "up": lambda multiple: multiple - 1}
 
 
@@ -107,7 +107,7 @@ class TokenRounding(_AcrossTokens):
     expert with too few tokens adds the highest-scoring tokens among those that did not choose this expert. A token may
     therefore get more or fewer experts than top_k, possibly none. Weights follow the router's rule, applied to the
     experts that the token gets. If a call has fewer tokens than the multiple, no expert gets any token. Use this
-    assignment only for training, with many more tokens.
+    assignment only for training, with many more tokens than the multiple.
 
     Experts have at most T * top_k rows plus the rows that rounding adds. Choice and weights are [T, E], and the weights
     are saved for backward.
@@ -139,7 +139,7 @@ class TokenRounding(_AcrossTokens):
             choice, available = torch.where(token_mask[:, None], choice, -1), token_mask.sum()
         position = torch.arange(num_tokens, device=order.device).expand(order.shape)  # [E, T]
         token_to_position = torch.empty_like(order).scatter(1, order, position)
-        # Scatter, because Inductor of PyTorch 2.11 cannot compile a sum over values gathered by `order`.
+        # Scatter instead of gathering by `order`: Inductor of PyTorch 2.11 cannot compile a sum over gathered values.
         is_choice = spread_slots(choice, 1, num_experts).t().long()  # [E, T] in token order
         is_chosen = torch.zeros_like(order).scatter(1, token_to_position, is_choice)
         num_chosen = is_chosen.cumsum(1)  # [E, T] running count, highest score first

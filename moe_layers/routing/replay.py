@@ -67,21 +67,21 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1. Tokens beyond the end of a sequence's array, such as the last token, which the engine never
-        runs, also get -1. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make
-        one record per forward.
+        Padding gets -1. Tokens beyond the end of a sequence's array also get -1. For example, the engine never runs the
+        last token. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make one
+        record per forward.
 
         Shapes: attention_mask [B, S].
 
         Args:
-            rollouts: the engine's expert ids for each sequence, integers [sequence, layer, top-k] from the first token
-                on. An array has all layers, or only those with experts. Layers without experts are ignored.
+            rollouts: the engine's expert ids, one array per sequence: integers [sequence, layer, top-k] from the first
+                token on. An array has all layers, or only layers with experts. Layers without experts are ignored.
             attention_mask: mask of a batch padded on any side; zero marks padding. Default: None, for a packed batch.
             lengths: lengths of the sequences of a packed batch. Default: the lengths of the arrays.
 
         Raises:
-            ValueError: the model has no router; an array is not [sequence, layer, top-k] integers, has a wrong number
-                of layers or experts, or is longer than its sequence; a token has an expert twice or out of range; or a
+            ValueError: the model has no router. An array is not [sequence, layer, top-k] integers, has a wrong number
+                of layers or experts, or is longer than its sequence. A token has an expert twice or out of range. A
                 `MoEFeedForward` would have tokens without experts.
         """
         routers = _routers("from_rollouts", model)
@@ -137,8 +137,8 @@ class RoutingReplay:
         inside the context. A transformers model needs neither `save_routing` nor a backward inside the context.
 
         Raises:
-            ValueError: the model has other routers than the record, a router runs more or less often than in the
-                record, a choice does not fit its tokens, or an expert is out of range (on a GPU an assertion fails).
+            ValueError: the model has other routers than the record. A router runs more or less often than in the
+                record. A choice does not fit its tokens. An expert is out of range (on a GPU an assertion fails).
         """
         routers = _routers("replay", model)
         missing, unexpected = sorted(set(routers) - set(self.choices)), sorted(set(self.choices) - set(routers))

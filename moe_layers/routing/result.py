@@ -72,7 +72,7 @@ def spread_slots(
 
 
 class Slots(NamedTuple):
-    """The router's choice in one forward. A slot that reaches no expert is -1."""
+    """The router's choice in one forward. Each token has K slots. A slot holds an expert id, or -1 for no expert."""
 
     topk_experts: Tensor  # [T, K] int32; -1 for a slot that reaches no expert
     topk_weights: Tensor  # [T, K] float32
@@ -87,7 +87,7 @@ class Slots(NamedTuple):
 
     @property
     def kept(self) -> Tensor | None:  # [T, K] int32
-        """Return the experts that slots reach within the capacity (-1: none), or None without a capacity."""
+        """Return the choice after the capacity, with -1 for slots that reach no expert; None without a capacity."""
         return None if self.chosen_experts is None else self.topk_experts
 
 

@@ -250,7 +250,7 @@ class TopKRouter(nn.Module):
         if self.accumulated_counts is not None:
             self.accumulated_counts = fn(self.accumulated_counts)
         if counts.is_meta and not self.expert_counts.is_meta:
-            self.expert_counts.zero_()  # because `to_empty` left the counts uninitialised, and no state dict has counts
+            self.expert_counts.zero_()  # `to_empty` left the counts uninitialised, and no state dict has counts
         if bias is not None and self.selection_bias is not None and self.selection_bias.dtype.itemsize < 4:
             self.selection_bias = bias.to(self.selection_bias.device)
         return self

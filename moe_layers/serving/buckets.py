@@ -41,7 +41,7 @@ class Bucket:
         """Yield the name and the tensor of each weight. The tensors are views of the buffer.
 
         Raises:
-            ValueError: a tensor's checksum differs from that in its entry.
+            ValueError: a tensor's checksum differs from the checksum in the tensor's entry.
         """
         for entry in self.entries:
             num_bytes = torch.Size(entry.shape).numel() * entry.dtype.itemsize
@@ -52,7 +52,7 @@ class Bucket:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes in row-major order. Copies the tensor to the host."""
+    """Return the CRC-32 of a tensor's bytes in row-major order. The tensor is copied to the host."""
     return zlib.crc32(_bytes(tensor).cpu().numpy().data)
 
 

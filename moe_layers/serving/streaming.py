@@ -32,13 +32,14 @@ def iter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and the tensor of each weight, for `load_weights` of an inference engine.
 
-    `model` is a transformers model, with or without `enable`, or any module with `MoEFeedForward` layers. FSDP2 or
+    `model` is a transformers model, enabled by `enable` or not, or any module with `MoEFeedForward` layers. FSDP2 or
     expert parallelism may shard the model. All ranks must then iterate together, and each rank gets whole tensors.
     Active LoRA adapters are added in float32, and each sum is rounded once. The model keeps its adapters. Weights in
     FP8, MXFP4 or 4 bits are dequantised by default. Tied weights are yielded once.
 
-    Besides the model, memory holds at most one layer. Tensors that are views of parameters need no further memory. A
-    tensor is valid until the model changes. An engine that loads asynchronously needs copies, such as those of `pack`.
+    In addition to the model, memory holds at most one layer. Tensors that are views of parameters need no further
+    memory. A tensor is valid until the model changes. If the engine loads asynchronously, copy the tensors, for
+    instance with `pack`.
 
     Args:
         layout: "huggingface" (default) yields the names that `save_pretrained` writes. "vllm" and "sglang" yield the
@@ -48,8 +49,8 @@ def iter_weights(
             configuration must name this quantisation. Default: False.
 
     Raises:
-        ValueError: the layout is unknown, or the engine has no loader for this architecture; an unknown module
-            holds a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
+        ValueError: the layout is unknown, or the engine has no loader for this architecture; `model` is an
+            unknown wrapper of a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
             DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
@@ -267,7 +268,7 @@ def _check_whole(root: nn.Module) -> None:
 
 
 def _config_of(root: Any) -> Any:
-    """Return the text configuration of a transformers model, or None for a module that holds no such model."""
+    """Return the text configuration of a transformers model, or None for a module without a transformers model."""
     transformers = sys.modules.get("transformers")
     if transformers is None:
         return None

@@ -1,4 +1,4 @@
-"""Reads the tensors of a model one by one: gathered from all ranks, with adapters merged, without wrappers in names."""
+"""Reads the tensors of a model one by one: gathers ranks' shares, merges adapters, and omits wrappers from names."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _join(path: str, name: str) -> str:
 def gathered(name: str, tensor: Any) -> Tensor:
     """Return the full tensor. All ranks must call this function in the same order.
 
-    If passed to `active_adapters` as `local_share`, this function makes the factors hold the experts of all ranks.
+    `active_adapters` takes this function as `local_share`, and then returns factors of the experts of all ranks.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):
@@ -181,7 +181,7 @@ def peft_class(module: nn.Module) -> str | None:
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
-    """Return the module inside a PEFT wrapper, and the wrapper's active adapters by the name of their weight.
+    """Return the module inside a PEFT wrapper, and a dict: name of the adapted weight -> active adapters.
 
     Raises:
         ValueError: the wrapper does more than add plain LoRA to a weight.

@@ -101,7 +101,7 @@ class Arguments(abc.ABC):
 
     def table_error(self) -> str | None:
         """Return why the tile table does not fit, or None if it fits or is absent. `error` does not read the table,
-        because arguments with equal `selection_key` may have other tables."""
+        because arguments with equal `selection_key` may have different tables."""
         if (table := self.tile_table) is None:
             return None
         num_groups = self._num_table_groups()
@@ -126,7 +126,7 @@ class Arguments(abc.ABC):
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
         """Return all properties that decide whether and how fast kernels run. Arguments with equal keys get the same
-        kernel. Most classes round the number of rows up to a power of two. Zero rows are a separate case."""
+        kernel. Most classes round the number of rows up to a power of two. Zero rows have a separate key."""
 
     @abc.abstractmethod
     def table_key(self) -> str:

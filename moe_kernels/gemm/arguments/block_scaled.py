@@ -1,4 +1,4 @@
-"""Arguments of a grouped GEMM of e4m3 operands, with a scale per 1 x 128 block of A and 128 x 128 block of B."""
+"""Arguments of a grouped GEMM of e4m3 operands, with a scale per 1 x 128 block of A and per 128 x 128 block of B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .base import RowArguments
 
 # A GEMM with this many columns or more reads a copy of the rows instead of gathering them. The copy saves about a tenth
 # of the GEMM's time. The time of the copy itself does not depend on the number of columns. With 2048 columns on an
-# H200, the copy takes as long as it saves.
+# H200, the copy takes as much time as the GEMM saves.
 COLUMNS_WORTH_A_COPY = 4096
 
 

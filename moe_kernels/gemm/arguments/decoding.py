@@ -40,7 +40,7 @@ class DecodingGemmArguments(Arguments):
 
     A: Tensor  # [R, K]; [T, K] with row_to_token
     out: Tensor  # [R, N]
-    values: Tensor  # this and the next eight fields describe `B`
+    values: Tensor  # the nine fields `values` to `transposed` describe `B`
     scales: Tensor
     format: WeightFormat
     shape: torch.Size  # [G, out, in]

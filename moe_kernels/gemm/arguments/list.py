@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 class ProblemTable(NamedTuple):
-    """Problems and tiles as kernels read them. The table holds addresses, so it is valid while the tensors exist."""
+    """Problems and tiles, as kernels read them. The table holds addresses, so the tensors must outlive the table."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64; begins with the pointers, sizes and leading dimensions of `Problem`
     tile_to_problem: Tensor  # [tiles] int32: index of each tile's problem
@@ -48,7 +48,7 @@ class Survey(NamedTuple):
     num_filled: int  # number of problems with a nonempty output
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # whether all addresses and leading dimensions are multiples of 16 bytes
-    whole: bool  # whether all contiguous axes are multiples of 16 bytes long
+    whole: bool  # whether the length of every contiguous axis is a multiple of 16 bytes
     separate: bool  # whether no stored row or column of A and B overlaps the next row or column
     largest: tuple[int, int, int]  # the largest M, the largest N and the largest K
     depths: frozenset[int]  # all different values of K
@@ -146,8 +146,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Return the properties of all problems, collected in one loop. This loop is the main CPU cost of a call. Call
-        only if `error` returns None."""
+        """Return the properties of all problems, collected in one loop. This loop is the main CPU cost of a call. Read
+        this property only if `error` returns None."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()

@@ -1,4 +1,4 @@
-"""Batched GEMM computed by the grouped GEMM kernels: matrices stored one after another are groups of equal size.
+"""Batched GEMM by grouped GEMM kernels. The matrices, stored one after another, are groups of equal size.
 
 A and out, [L, M, columns] each, are viewed as [L * M, columns]. The tile table is made from sizes that the host
 knows. If B has no batch axis, all rows form one group.

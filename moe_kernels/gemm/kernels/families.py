@@ -1,4 +1,4 @@
-"""Base classes of kernels: argument checks, and the tile tables that kernels read on the device."""
+"""Base classes of kernels, which check arguments and make the tile tables that kernels read on the device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-# Cost of reading one byte of B, in multiplications: about half of the ratio of a GPU's tensor-core multiplications/s to
-# its memory bytes/s. From A100 to B200, the ratio is about 100.
+# Cost of reading one byte of B, in multiplications. The cost is about half of a GPU's ratio of tensor-core
+# multiplications/s to memory bytes/s. From A100 to B200, this ratio is about 100.
 _MULTIPLICATIONS_PER_BYTE = 50
 _BOUNDS_BLOCK = 128  # number of rows per tile in tables for weight-gradient kernels, which do not read the tiles
 
@@ -29,8 +29,8 @@ class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group per unit of K, as a number of multiplications: the larger of the cost of
-        multiplying and the cost of reading B."""
+        """Return the cost of one group for one index along K, as a number of multiplications. This cost is the larger
+        of the cost of multiplying and the cost of reading B."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
@@ -151,7 +151,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None) -> TileTable:
-        """Return the tile table in `args`, or a new one. Kernels use its `bounds`, `order` and counters."""
+        """Return the tile table in `args`, or else a new table. The kernels use `bounds`, `order` and the counters."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory)
         return args.tile_table
@@ -176,8 +176,8 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Return whether the operands meet TMA's limits, which apply only to designs with TMA: fewer than 2**30 rows, no
-    empty tensor, and gathered rows whose length is a multiple of 16 bytes."""
+    """Return whether the operands meet TMA's limits. Only designs with TMA have these limits: fewer than 2**30 rows, no
+    empty operand, and gathered rows whose length is a multiple of 16 bytes."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:
@@ -190,8 +190,8 @@ def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """Return the number of programs: one for each SM that is not reserved. Without a GPU, 132 SMs are assumed, as an
-    H100 has. In the interpreter, 3 SMs are assumed, so that each program computes several tiles."""
+    """Return the number of programs: one for each SM that is not reserved, and at least one. Without a GPU, assume the
+    132 SMs of an H100. In the interpreter, assume 3 SMs, so that each program computes several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 

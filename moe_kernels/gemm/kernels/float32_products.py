@@ -59,6 +59,6 @@ def add_product(a, b, total, positive, PRECISION: tl.constexpr):
     elif PRECISION == "float64":
         return tl.dot(a.to(tl.float64), b.to(tl.float64), total, out_dtype=tl.float64)
     else:
-        # The step's product starts at `zero`, not at `total`, because the error grows with a sum's number of terms.
+        # Sum the step's products before adding `total`, because the error of a sum grows with its number of terms.
         zero = tl.where(positive <= 0, total, 0.0)
         return total + tl.dot(a, b, zero, input_precision="tf32" if PRECISION == "tf32" else "ieee")

@@ -1,8 +1,8 @@
 """GEMM of packed rows of several groups by one matrix B that all groups share.
 
 Because the groups share B, a grouped GEMM kernel treats all rows as one group. A tile may hold rows of several groups.
-Any grouped GEMM kernel without gather and epilogue can compute the product. Its tile table must cover the rows from the
-first to the last offset. The launch that makes the table also writes zeros to all other rows of `out`.
+Any grouped GEMM kernel without gather and epilogue can compute the product. The tile table must cover the rows from
+the first to the last offset. The launch that makes the table also zeroes all rows of `out` outside these offsets.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .tma_wgrad import TMA_WGRAD_KERNELS
 
 
 class JaggedGemm(WrappedGroupedGemm):
-    """Computes `JaggedGemmArguments` by a grouped GEMM kernel, with a tile table over the packed rows."""
+    """Computes the product of `JaggedGemmArguments` by a grouped GEMM kernel, with a tile table over packed rows."""
 
     arguments_class = JaggedGemmArguments
     form = "jagged_gemm"
@@ -70,7 +70,7 @@ def make_jagged_table(
     block_rows: int,
     *,
     parts: int = 1,  # number of equal parts into which the rows are cut; each part is a group of the table
-    out: Tensor | None = None,  # [R, N]: its rows before the first offset and after the last are zeroed
+    out: Tensor | None = None,  # [R, N]: rows before the first offset and from the last offset on are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
 ) -> TileTable:
     """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
@@ -170,7 +170,7 @@ JAGGED_KERNELS = tuple(map(JaggedGemm, plain_products(*WARP_SPECIALIZED_KERNELS,
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return a copy of this kernel that writes float32. B's gradient is a sum of several such results, rounded once."""
+    """Return a copy of this kernel that writes float32. B's gradient is the rounded sum of several float32 results."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"

@@ -31,7 +31,7 @@ def multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return a @ b, reduced over `depth` values, as float32."""
+    """Return the float32 product a @ b. The reduction covers `depth` values."""
     k = tl.arange(0, BLOCK_K)
     total = zero_total(BLOCK_M, BLOCK_N, PRECISION)  # [BLOCK_M, BLOCK_N]
     for first in range(0, depth, BLOCK_K):
@@ -161,7 +161,7 @@ def _grouped_gemm_kernel(
 
 
 class PointerGroupedGemm(GroupedGemmKernel):
-    """Computes `GroupedGemmArguments` without an epilogue. One program computes one tile of out."""
+    """Computes the product of `GroupedGemmArguments`, without an epilogue. One program computes one tile of out."""
 
     def _launch(self, args: GroupedGemmArguments) -> Launch:
         num_columns = args.out.shape[1]
@@ -204,7 +204,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
 
 EXTRA = ("extra_a", "extra_b")
 
-# (tile shape, num_warps, num_stages), with buffers of at most 99 KiB, the smallest shared memory of supported GPUs.
+# (tile shape, num_warps, num_stages). The buffers fit into 99 KiB, the smallest shared memory of a supported GPU.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
     # The last two tiles are narrow, because the matrices of adapters have few columns.

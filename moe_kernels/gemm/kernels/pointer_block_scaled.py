@@ -111,7 +111,7 @@ class BlockScaledKernel(RowTileKernel):
 
 
 class PointerBlockScaledGemm(BlockScaledKernel):
-    """Computes `BlockScaledGemmArguments` through pointers. One program computes one tile of out."""
+    """Computes the product of `BlockScaledGemmArguments` through pointers. One program computes one tile of out."""
 
     def _launch(self, args: BlockScaledGemmArguments) -> Launch:
         design = self.metadata.design

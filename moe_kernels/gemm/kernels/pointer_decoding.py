@@ -2,8 +2,8 @@
 
 With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes of
 experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
-accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster: these kernels
-decode the weight again for every tile of rows, and the fastest GEMMs need operands that TMA can load.
+accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster. These kernels
+decode the weight again for every tile of rows. In addition, the fastest GEMM kernels need operands that TMA can load.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from .pointer import multiply_tile
 # and reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
 MAX_ROWS = 512
 
-# Cost of decoding one value, in tensor-core multiplications. Decoding takes about 6 instructions, each on 128 lanes.
+# Cost of decoding one value, in tensor-core multiplications. A value takes about 6 instructions. An SM executes 128
+# instructions per clock.
 _DECODING = 40
 _CACHE_LINE = 128  # number of 8-bit values in a cache line
 
@@ -195,8 +196,8 @@ class DecodingGemm(Kernel):
 
 def _precision(a: Tensor) -> str | None:
     """Return "tf32" for float32 rows if TF32 is enabled in PyTorch, else "float32". For other dtypes, return None.
-    "float64", which `dot_precision` may return, is replaced by "float32": Triton up to 3.8 cannot compile float64
-    products of operands that are decoded from bytes."""
+    "float32" replaces the "float64" of `dot_precision`, because Triton up to 3.8 cannot compile float64 products of
+    operands that are decoded from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # in elements: common divisor of addresses, leading dimensions and contiguous sizes of A and B
-    OUT_PIECE: tl.constexpr,  # in elements: common divisor of addresses, leading dimensions and row lengths of out
+    PIECE: tl.constexpr,  # number of elements; divides addresses, leading dimensions and contiguous sizes of A and B
+    OUT_PIECE: tl.constexpr,  # number of elements; divides addresses, leading dimensions and row lengths of out
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # device function of the activation, or None
@@ -134,9 +134,10 @@ class PointerArrayGemm(GroupedGemmListKernel):
         )
 
 
-# dtype -> designs (tile, warps, stages, numbers of programs per SM, alignment in bytes). Each number of programs per SM
-# gives a kernel. Among kernels of equal cost, `rule.py` takes the first. Every tile fits the smallest shared memory
-# of a supported GPU. Without alignment, each element has its own address, for which large tiles lack registers.
+# Designs of each dtype: (tile, warps, stages, numbers of programs per SM, alignment in bytes). Each number of programs
+# per SM makes one kernel. Among kernels of equal cost, `rule.py` takes the first kernel. Every tile fits into the
+# smallest shared memory of a supported GPU. Without alignment, each element needs its own address. Large tiles have too
+# few registers for these addresses.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

@@ -109,7 +109,7 @@ class GroupedGemmListKernel(Kernel):
     def estimate(self, args: GroupedGemmListArguments) -> float:
         """Return the cost of the SM with the most tiles, in multiplications. Each tile's start-up cost is included.
 
-        Programs on one SM hide part of the start-up cost, because other programs' reductions run at the same time.
+        Programs that share an SM hide part of the start-up cost: one program starts up while another program reduces.
         """
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = args.survey.num_tiles(block_m, block_n)

@@ -21,8 +21,8 @@ from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
 _TABLE_ROWS = 128  # number of rows per tile in tables made for these kernels; tables with other tile sizes also work
-# Largest average number of rows per group. With more rows, warp-specialised kernels are faster. A power of two, because
-# selection rounds the average up to a power of two (`rows_bucket`).
+# Largest average number of rows per group. With more rows, warp-specialised kernels are faster. The number must be a
+# power of two, because selection rounds the average up to a power of two (`rows_bucket`).
 _MOST_ROWS = 32
 _READING = 100  # cost of reading one value of a weight, in multiplications
 _SHORT_REDUCTION = 1024  # up to this K, `estimate` prefers reduction steps of 128 values to steps of 256
@@ -230,9 +230,9 @@ def _kernel(dtype: torch.dtype, design: StreamingDesign, epilogue: str | None) -
     return cls(KernelMetadata(name, cls, 80, operands, design, epilogue, optional_operands=("bias",)))
 
 
-# These were the fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for short
-# reductions. The gate and up halves of a gated tile must be wider than 16 columns: for 16, Triton stores by
-# `stmatrix.trans`, which Triton up to 3.7.0 miscompiles (`tests/machine_code/compiled.py`).
+# The designs below were the fastest of 17 configurations on an H100 (`benchmarks/results/LOG.md`). `_PLAIN[0]` is for
+# short reductions. The gate and up halves of a gated tile must be wider than 16 columns. With 16 columns, Triton stores
+# by `stmatrix.trans`, which Triton up to 3.7.0 miscompiles (`tests/machine_code/compiled.py`).
 _PLAIN = (StreamingDesign((16, 32, 128), 2, 4), StreamingDesign((16, 32, 256), 2, 3))
 _GATED = (StreamingDesign((16, 64, 256), 4, 3),)
 _MORE_ROWS = (StreamingDesign((32, 64, 128), 4, 3), StreamingDesign((64, 64, 64), 4, 5))

@@ -1,4 +1,4 @@
-"""Persistent, software-pipelined grouped GEMM through TMA. B is loaded by TMA, A by TMA or gathered row by row.
+"""Persistent, software-pipelined grouped GEMM. TMA loads B and contiguous rows of A. Gathered rows of A need pointers.
 
 The output is written through ragged descriptors, so a tile that is only partly in a group writes only the group's rows.
 With an activation, a tile multiplies A by the same columns of B's gate half and up half. Both products are rounded and

@@ -19,7 +19,7 @@ from .problem_table import GroupedGemmListKernel, tile_origin, triton_dtype
 
 @triton.jit
 def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Make a TMA descriptor of a matrix that memory holds as `rows` lines of `columns` contiguous elements."""
+    """Make a TMA descriptor of a matrix that is stored as `rows` rows of `columns` contiguous elements."""
     return tl.make_tensor_descriptor(
         address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
     )
@@ -114,7 +114,7 @@ class TmaArrayGemm(GroupedGemmListKernel):
 
 
 # Each entry holds the tile, warps, stages and choices of programs per SM. Among choices of equal cost, `rule.py` takes
-# the first. Float8 has no wider tile, because float8 sums take twice the registers of 16-bit products' sums.
+# the first choice. Float8 has no wider tile, because float8 sums take twice the registers of 16-bit products' sums.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)
@@ -135,7 +135,7 @@ def _kernels(
     for per_sm in choices:
         design = TmaDesign(tile, warps, stages, persistent=True, tma=True, programs_per_sm=per_sm)
         name = kernel_name("grouped_gemm_list", "tma", dtype, design, f"p{per_sm}")
-        # The smallest tile is not for Blackwell, where Triton 3.6 and 3.7 spill its registers.
+        # The smallest tile is excluded on Blackwell, because Triton 3.6 and 3.7 spill registers there.
         max_cc = 90 if tile == (64, 64, 64) else 103
         kernel = TmaArrayGemm(KernelMetadata(name, TmaArrayGemm, 90, operands, design, max_cc=max_cc), first)
         first = first or kernel

@@ -1,4 +1,4 @@
-"""Checks of grouped GEMM operands, and the dtype of the result."""
+"""Check the operands of grouped GEMMs, and return the dtype of the result."""
 
 from __future__ import annotations
 
@@ -92,13 +92,13 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return `implementation`. For None, return "triton" if kernels can take `a`, else "reference". The kernels can
-    take float8.
+    """Return `implementation`. For None, return "triton" if the kernels support `a`, else "reference". Float8 is among
+    the supported dtypes.
 
     Raises:
         ValueError: `implementation` is not a known name.
         NotImplementedError: "triton" was chosen for float8 operands, but the GPU cannot multiply float8; "triton" was
-            requested, but its kernels cannot take `a`; or `torch.jit.trace` runs.
+            requested, but its kernels do not support `a`; or `torch.jit.trace` is tracing.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

@@ -66,8 +66,8 @@ def grouped_gemm(
     [R, N] or [R, F].
 
     Args:
-        offsets: checked on the CPU. On a GPU, a check would need a host synchronisation, so kernels clamp offsets to a
-            non-decreasing sequence within [0, R].
+        offsets: CPU offsets are checked. A check on a GPU would need a host synchronisation, so kernels clamp GPU
+            offsets to a non-decreasing sequence within [0, R].
         bias: in the dtype of `a` or of the result, or float32.
         activation: the name of a gated activation. The activation gets the gate columns [0, F) and the up columns
             [F, 2F), rounded to `out_dtype`. Default: none.
@@ -76,7 +76,7 @@ def grouped_gemm(
         scale_b: scale of each column of a float8 `b`, or of each block of 128 x 128 values. Use block scales for both
             operands or for neither. The fastest kernels need transposed views of contiguous values and block scales,
             such as the results of `quantize`.
-        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out: tensor for the result. `out` must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype. Without `out`, the default is `a`'s dtype, or bfloat16 for float8. 16-bit
             operands also allow float32. Float8 (e4m3) operands allow float16, bfloat16 and float32.
         implementation: "triton", "reference", or None to choose by device.
@@ -130,7 +130,7 @@ def grouped_gemm_wgrad(
     Shapes: a [R, K], dout [R, N], offsets [G] int32, out [G, K, N]; result [G, K, N].
 
     Args:
-        out: tensor for the result. It must share no memory with an operand, and no input may require a gradient.
+        out: tensor for the result. `out` must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype, or `a`'s dtype without `out`. 16-bit operands also allow float32.
         accumulate: add the product to `out` and round once, for example to sum the gradients of several backward passes
             in float32. Default: False.
@@ -179,7 +179,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # for the GEMM and the bias
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # both launches read this table
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
@@ -187,7 +187,7 @@ def _launch(
         args = GroupedGemmArguments(
             a, b, product, offsets=offsets, bias=bias, row_scale=row_scale, scale_a=scale_a, scale_b=scale_b
         )
-        if activation is not None and bias is None:  # no bias, because fused kernels leave it out of the preactivation
+        if activation is not None and bias is None:  # fused kernels would store a preactivation without the bias
             fused = dataclasses.replace(args, out=out, epilogue=activation, preactivation=preactivation)
             if selection.run_if_supported(fused):
                 return

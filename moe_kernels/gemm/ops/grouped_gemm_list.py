@@ -99,13 +99,13 @@ class GroupedProblem:
         kernel: Kernel | None = None,
         implementation: str | None = None,
     ) -> GroupedProblem:
-        """Prepare `a_list[g] @ b_list[g]` for every g. Takes as long as `grouped_gemm_list` without its launch.
+        """Prepare `a_list[g] @ b_list[g]` for every g. A call takes as long as `grouped_gemm_list` without the launch.
 
         Shapes: a_list [M, K] each, b_list [K, N] each, out_list [M, N] each.
 
         Args:
-            out_dtype: default: the dtype of `out_list`. Without `out_list`, the operands' dtype, or bfloat16
-                for float8.
+            out_dtype: default: the dtype of `out_list`. Without `out_list`, the default is the operands' dtype, or
+                bfloat16 for float8.
             kernel: a kernel of the catalog (`get_kernels`). None, the default, selects a kernel.
 
         Raises:

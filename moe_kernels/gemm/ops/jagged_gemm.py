@@ -1,4 +1,4 @@
-"""Packed rows of several groups times one shared matrix, and its gradients.
+"""Multiplies packed rows of several groups by one shared matrix, with gradients.
 
     out[start:end] = a_packed[start:end] @ b        with start, end = group_offsets[g], group_offsets[g + 1]
 
@@ -68,7 +68,7 @@ def jagged_gemm(
 ) -> Tensor:  # [R, N]
     """Multiply each group of rows by the same matrix. Differentiable in `a_packed` and `b`.
 
-    Operands of two dtypes are first converted to the promoted dtype, which is also the dtype of the result. Operands
+    Operands of different dtypes are first converted to the promoted dtype, which is also the result's dtype. Operands
     may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
     `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at
     or past the last offset are zeros. These rows of `a_packed` do not affect the result or a gradient. The gradient of
@@ -78,7 +78,7 @@ def jagged_gemm(
 
     Args:
         group_offsets: 0, then the exclusive END row of each group: one number more than the offsets of `grouped_gemm`.
-            Checked on the CPU. On a GPU, a check would need a host synchronisation, so offsets are clamped to a
+            CPU offsets are checked. A check on a GPU would need a host synchronisation, so GPU offsets are clamped to a
             non-decreasing sequence within [0, R]. Rows before the first offset are zeros in the result.
         implementation: "triton", "reference", or None to choose by device.
 

@@ -1,8 +1,8 @@
 """The reference implementations of the grouped products as registered ops, for tracers.
 
-The reference cuts rows at the values of `offsets`, but a traced, fake or meta tensor has no values. torch.compile,
-torch.export and calls with such tensors therefore use these ops, whose result shapes do not depend on values. The
-backward of each op calls these ops again.
+The reference splits rows at the values of `offsets`, but a traced, fake or meta tensor has no values. torch.compile,
+torch.export and calls with fake or meta tensors therefore use these ops. The ops' result shapes do not depend on
+values. The backward of each op calls these ops again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines."""
+"""Reads LoRA adapters of experts from PEFT's files, and writes files for PEFT or for inference engines."""
 
 from .adapter_files import AdapterReport, PeftAdapter, read_peft_adapter, write_adapter
 

@@ -1,9 +1,9 @@
-"""Adapter files (LoRA) of expert weights: PEFT's, and those of inference engines.
+"""Reads LoRA adapters of experts from PEFT's files, and writes files for PEFT or for inference engines.
 
 PEFT wraps an experts module once per adapted parameter [E, out, in]. Each wrapper stores `lora_A.weight` and
 `lora_B.weight`, whose names contain one `base_layer` per enclosing wrapper. The innermost wrapper adapts the parameter
 that the module declares first. If parametrisations store the parameters in 4 bits, the innermost wrapper adapts the
-parameter whose name is alphabetically first. A file does not say which of these rules PEFT applied. For gated experts,
+parameter whose name is alphabetically first. A file does not say which rule PEFT applied. For gated experts,
 the widths of lora_A and lora_B show which parameter each wrapper adapts.
 
 The order of the factors' axes is called orientation. Each orientation is named after a version of PEFT:
@@ -77,7 +77,7 @@ class PeftAdapter:
     """The content of an adapter file.
 
     Attributes:
-        layers: adapters by the full name of the experts module in PEFT's keys. Gate rows precede up rows.
+        layers: maps the full name of an experts module in PEFT's keys to its adapters. Gate rows precede up rows.
         gated: the names in `layers` whose up parameter holds gate and up rows.
         others: tensors that adapt other modules, by name.
         config: the values of adapter_config.json.
@@ -112,8 +112,8 @@ def read_peft_adapter(
 ) -> PeftAdapter:
     """Read the adapters of a model's experts. The factors keep every bit of the file's tensors.
 
-    If both parameters of gated experts are adapted, their shapes determine the orientation. Otherwise the orientation
-    is "0.19" if `peft_version` in the configuration is 0.19 or later.
+    If both parameters of gated experts are adapted, the factors' shapes determine the orientation. Otherwise the
+    orientation is "0.19" if `peft_version` in the configuration is 0.19 or later.
 
     Args:
         orientation: "0.19", "0.18", or None (default) to determine the orientation as described above.
@@ -285,9 +285,9 @@ def write_adapter(
     """Write an adapter file with unchanged values. Adapters of other modules are copied.
 
     Args:
-        layout: "peft" (default); "vllm_3d", the same tensors for models whose experts vLLM reads as 3-D tensors; or
-            "per_expert" for vLLM's other models: `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM layouts
-            need adapters of both parameters.
+        layout: "peft" (default). "vllm_3d" has the same tensors, for models whose experts vLLM reads as 3-D tensors.
+            "per_expert" is for vLLM's other models, with `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM
+            layouts need adapters of both parameters.
         orientation: the orientation of layout "peft". Default: "0.19", the only orientation of the other layouts.
         interleaved: whether the rows of the up parameter are written as gate 0, up 0, gate 1, ... Default: False.
 
@@ -360,8 +360,8 @@ def _per_expert(prefix: str, adapters: ExpertAdapters, gated: bool) -> dict[str,
 
 
 def _per_expert_config(adapter: PeftAdapter) -> dict:
-    """Return the configuration for adapters of modules instead of parameters. Names of experts move from
-    `target_parameters` to `target_modules`."""
+    """Return the configuration for adapters of modules instead of parameters. Replace the experts' entries in
+    `target_parameters` by the experts' projections in `target_modules`."""
     config = adapter.config
     if config.get("rank_pattern") or config.get("alpha_pattern"):
         raise NotImplementedError("lora: layout 'per_expert' is not written with rank_pattern or alpha_pattern")

@@ -1,4 +1,4 @@
-"""Adds a LoRA adapter to a checkpoint's weights, those of experts and of linear layers, shard by shard."""
+"""Adds a LoRA adapter to a checkpoint's weights of experts and linear layers, shard by shard."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Files of a checkpoint: directories, stored weights, tensor names and layouts, the writer."""
+"""Reads and writes the files of a checkpoint, decodes stored weights, and recognises tensor names and layouts."""

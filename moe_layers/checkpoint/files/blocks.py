@@ -88,7 +88,7 @@ class Block:
         return {_EXPERT_NUMBER.sub(r"\g<1>{e}", name) for name in self.weights}
 
     def tensors(self, experts: range) -> list[str]:
-        """Return the full names of the tensors on disk. Leave out tensors of single experts outside `experts`."""
+        """Return the full names of the tensors on disk. Omit tensors that hold only an expert outside `experts`."""
         matches = ((_EXPERT_NUMBER.match(name), names) for name, (_, (_, names)) in self.weights.items())
         return [name for match, names in matches if match is None or int(match[2]) in experts for name in names]
 
@@ -198,5 +198,5 @@ def _may_hold(prefix: str, relative: str) -> bool:
 
 
 def _layer_number(prefix: str) -> int:
-    """Return the first number in the prefix, such as 3 in "encoder.block.3.layer.1.mlp.". Return 0 without a number."""
+    """Return the first number in the prefix, such as 3 in "encoder.block.3.layer.1.mlp.", or 0 if there is none."""
     return next((int(part) for part in prefix.split(".") if part.isdigit()), 0)

@@ -22,7 +22,7 @@ from ...checks import first_three
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_HUGE_BYTES = 4 << 20  # minimum size in bytes of a tensor that requests huge pages: two pages of 2 MiB
+_HUGE_BYTES = 4 << 20  # `prefer_huge_pages` skips tensors of fewer bytes: two pages of 2 MiB
 
 DTYPES = {
     "F64": torch.float64,
@@ -108,7 +108,7 @@ class CheckpointFiles:
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
         """Return the tensor, or a range of its first axis. Only the bytes of that range are read.
 
-        The bytes are not memory-mapped, because the page fault of a mapped page takes several times as long as a copy.
+        The file is not memory-mapped, because a page fault takes several times as long as copying the page's bytes.
 
         Args:
             into: contiguous CPU tensor that receives the bytes, with the dtype and number of elements of the result.

@@ -1,4 +1,4 @@
-"""Layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
+"""Defines the layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
 
 A `Key` names a tensor relative to the MoE block, and maps one expert's matrix in this tensor to rows of our parameters.
 The key's `disk_parts` is a view of the matrix on disk. The key's `parameter_parts` is a view of the parameter with the
@@ -88,7 +88,7 @@ class Key:
         return (sizes.num_experts * matrix[0], *matrix[1:]) if self.flat else (sizes.num_experts, *matrix)
 
     def rows_of_expert(self, expert: int, sizes: Sizes) -> slice | None:
-        """Return the range of the tensor's first axis that holds `expert`, or None if each expert has a tensor."""
+        """Return the range of the tensor's first axis that holds `expert`, or None if the tensor holds one expert."""
         if self.per_expert:
             return None
         step = self.matrix_shape(sizes)[0] if self.flat else 1

@@ -46,8 +46,8 @@ def select_block(files: CheckpointFiles, layer: int | str) -> Block:
 def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
-    transformers renames parts of the names on disk. The first match counts: an equal prefix; else an equal layer, such
-    as "model.layers.0"; else an equal layer number, if the layers' names differ only in words such as "model".
+    transformers renames parts of the names on disk. The block is therefore matched by prefix, else by layer (such as
+    "model.layers.0"), else by layer number. By number, the layers' names may differ only in words such as "model".
 
     Raises:
         ValueError: no block matches, or several blocks match.
@@ -128,9 +128,9 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the only layout of `fitting` that is in `published`, or None if several are in `published`. If no fitting
-    layout is in `published`, return the only fitting layout that is not "interleaved". In this second case, return None
-    if "interleaved" is in `published`, or if d_model is d_ff or 2 * d_ff, because shapes are then ambiguous."""
+    """Return the only layout of `fitting` that is in `published`, or None if several are. If none is in `published`,
+    return the only fitting layout that is not "interleaved". This fallback returns None if "interleaved" is in
+    `published`, or if d_model is d_ff or 2 * d_ff, which makes shapes ambiguous."""
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None

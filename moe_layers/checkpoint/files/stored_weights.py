@@ -64,7 +64,7 @@ Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tenso
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return a dict: name of each weight of a checkpoint -> group. Scales of an "mxfp4" weight may be missing.
+    """Return a dict from the name of each weight to its group. The scales of an "mxfp4" weight may be missing.
 
     Packed float4 has the same names as float8 and is returned as "float8"; `describe` distinguishes the two by dtype.
     """
@@ -118,7 +118,7 @@ def describe(
 def describe_all(
     files: CheckpointFiles, weights: dict[str, tuple[str, Group]], block: tuple[int, int], where: str
 ) -> dict[str, Stored]:
-    """Return a `Stored` for each key and its (full name, group). Raise ValueError if a weight has errors."""
+    """Map each key of `weights` to the `Stored` of its (full name, group). Raise ValueError if a weight has errors."""
     problems: list[str] = []
     described = {key: describe(files, name, group, block, problems) for key, (name, group) in weights.items()}
     if problems:
@@ -198,7 +198,7 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Decode every 4-bit number, and multiply the number by the power of two of its group of 32. The result is exact.
+    """Decode every 4-bit number, and multiply it by the scale of its group of 32, a power of two. The result is exact.
 
     Raises:
         ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.

@@ -21,7 +21,7 @@ class ShardWriter:
     The files have temporary names until `finish`. An interrupted run therefore leaves no partial checkpoint to load.
 
     Raises:
-        ValueError: the directory already holds files, the size is not positive, or (`add`) a name is repeated.
+        ValueError: the directory already holds files, `max_shard_bytes` is not positive, or `add` gets a name twice.
     """
 
     def __init__(self, directory: str | os.PathLike[str], max_shard_bytes: int = DEFAULT_SHARD_BYTES):

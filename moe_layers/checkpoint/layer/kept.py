@@ -122,7 +122,7 @@ def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
 
 
 def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]), first of the numbers, then of the scales."""
+    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]) for the numbers, then for the scales."""
     weight = kept.weight()
     values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
     if layout.encoding == "mxfp4":

@@ -91,15 +91,16 @@ def load_layer(
         directory: a directory, or the name "org/model" of a model that huggingface_hub downloads.
         layer: index of the layer in the model (in the encoder of an encoder-decoder). If several blocks have this
             index, pass the prefix of the block's tensor names instead. Default: 0.
-        dtype: dtype of the parameters. Default: the dtype of the experts on disk or, if they are quantised, of the
-            model. By default, a router that is stored in float32 stays float32. Other weights that would be rounded
-            raise ValueError.
+        dtype: dtype of the parameters. Default: the experts' dtype on disk, or the model's dtype for quantised experts.
+            By default, a router that is stored in float32 stays float32. ValueError is raised if any other weight would
+            be rounded.
         device: device of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
         experts: read only these experts (default: all), and sum only their outputs: see `keep_local_experts`.
         mesh: ranks among which the experts are divided. Each rank reads its own experts, without communication.
         expert_parallel: how the ranks of the mesh divide the experts. Default: `ExpertParallel()`.
-        keep_quantized: leave experts in block-scaled float8 or MXFP4 quantised and frozen: see `quantize_experts_`.
-        return_report: return (layer, LoadReport). The report names the use of each tensor.
+        keep_quantized: keep block-scaled float8 and MXFP4 experts quantised, and freeze them: see `quantize_experts_`.
+            Default: False.
+        return_report: whether to return (layer, LoadReport). The report names the use of each tensor. Default: False.
 
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
@@ -245,8 +246,8 @@ def _fill_layer(module: nn.Module, plan: Plan, files: CheckpointFiles, config: M
 
 
 def _read_in_place(fill: Fill, files: CheckpointFiles, expert: int, sizes: Sizes, share: Tensor, gated: bool) -> bool:
-    """Read an expert's matrix into a CPU parameter without a copy, if dtype and order are the same in the file. Return
-    whether the matrix was read."""
+    """Read an expert's matrix directly into a CPU parameter, if the file has the parameter's dtype and element order.
+    Return whether the matrix was read."""
     assert fill.key is not None
     target = fill.key.parameter_parts(share, gated)
     same_bytes = fill.stored.encoding == "plain" and fill.stored.dtype == target.dtype and fill.key.is_in_order

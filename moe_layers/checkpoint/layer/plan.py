@@ -25,8 +25,8 @@ class Fill:
     """A weight of the checkpoint, and the parameter that the weight fills.
 
     Attributes:
-        key: maps the weight's matrices on disk to rows of the parameter; None copies the weight in its order on disk.
-        experts: the experts to read from the weight; None for a weight that belongs to no expert.
+        key: maps the weight's matrices on disk to rows of the parameter. None copies the weight without reordering.
+        experts: the experts to read from the weight; None for a weight that belongs to no routed expert.
     """
 
     stored: Stored
@@ -57,7 +57,7 @@ class CheckpointSource:
         config: the complete `config.json`.
         layout: name of the experts' layout.
         prefix: prefix of the block's tensor names.
-        names: parameter -> full name on disk, for all parameters except those of experts and shared expert.
+        names: parameter -> full name on disk, for all parameters except projections of experts and shared expert.
         shapes: parameter -> shape on disk, for the parameters in `names`; some biases are [1, E] on disk.
         shared: one `Key` for each tensor of the shared expert, with the tensor's full name as its `name`.
         dotted_scales: whether the scales of experts are called "w1.scale" instead of "w1.weight_scale_inv".
@@ -112,7 +112,7 @@ class Planner:
                 or the configuration and the tensors disagree about the number of experts.
         """
         sizes = Sizes.of(config)
-        # Shapes of the weights that hold all experts. Their problems are ignored here, because `_fill` reports them.
+        # Find the shapes of weights that hold all experts. Problems are ignored here, because `_fill` reports them.
         described = {name: self._describe(name, []) for name in self.block.weights if name in _STACKED}
         stacked = {name: held.shape for name, held in described.items() if held is not None}
         layout = choose_layout(

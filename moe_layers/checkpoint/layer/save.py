@@ -37,16 +37,15 @@ def save_layer(
 ) -> None:
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
-    Names and configuration are those of the checkpoint that the layer was read from. A layer that was not read from a
-    checkpoint gets this package's names, and `config.to_dict()` as its configuration. `noise` and `assignment` are not
-    saved. Experts in FP8 with block scales or in MXFP4 keep their stored bytes, for
-    `from_checkpoint(keep_quantized=True)`.
+    A layer that was read from a checkpoint keeps the checkpoint's names and configuration. Other layers get this
+    package's names, and `config.to_dict()` as their configuration. `noise` and `assignment` are not saved. Experts in
+    FP8 with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.
         layout: layout of the experts, by its name in `LAYOUTS`, such as "per_expert" or "fused". "mxfp4", the layout of
-            gpt-oss, is only for experts in MXFP4. None (default): the layout of the checkpoint that the layer was read
-            from. Without this checkpoint, or if "mxfp4" was read and the experts are not in MXFP4: "per_expert".
+            gpt-oss, is only for experts in MXFP4. None (default) keeps the layout that was read. If no checkpoint was
+            read, or "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
 
     Raises:
         ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,
@@ -74,8 +73,8 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name. None means the layout of the checkpoint that the layer was read from. Without
-    this checkpoint, or if "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
+    """Return the layout with this name. None keeps the layout of the checkpoint that the layer was read from. If no
+    checkpoint was read, or "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
 
     Args:
         kept: a quantised weight of the experts, or None if the experts are not quantised.

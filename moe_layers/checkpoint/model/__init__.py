@@ -1,1 +1,1 @@
-"""Checkpoints of whole models: survey, conversion, repair."""
+"""Surveys, converts and repairs checkpoints of whole models."""

@@ -145,8 +145,8 @@ def _expert_outputs(
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if an expert's weight is neither quantised nor floating point, or a tensor of an expert has no
-    place in the source's layout."""
+    """Raise ValueError if an unquantised weight of an expert is not floating point, or if a tensor of an expert is not
+    part of the source's layout."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")

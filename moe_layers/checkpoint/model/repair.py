@@ -140,8 +140,8 @@ def _write_new_files(
 def _check_written(
     directory: Path, held: dict[str, TensorInfo], written: dict[str, TensorInfo], known: set[str]
 ) -> None:
-    """Raise ValueError if a new name belongs to no module, if a tensor that keeps its name changes shape or dtype, or
-    if the number of elements of a dtype changes."""
+    """Raise ValueError if a new name belongs to no module, or if the number of elements of a dtype changes. A tensor
+    that keeps its name must also keep its shape and dtype."""
     if unknown := sorted(set(written) - known):
         raise ValueError(f"repair: transformers must write the names of its modules, got {first_three(unknown)}")
     before, after = _elements(held), _elements(written)

@@ -24,7 +24,7 @@ class BlockSurvey:
         num_routed: number of experts that the router chooses from, without zero experts.
         config: the configuration of the model, with the index of the block's layer.
         num_bytes: number of bytes of all weights of the block on disk.
-        wrong: the reasons why no layout fits; empty if one fits.
+        wrong: the reasons why no layout fits; empty if a layout fits.
     """
 
     block: Block

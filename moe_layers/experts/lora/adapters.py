@@ -38,8 +38,9 @@ class LoRA:
         targets: projections with an adapter: "up" (gate and up rows together), "down", or by default both.
         dropout: probability of zeroing an element of the adapter's input in training. Default: 0. With dropout,
             training computes the experts with several ops, which costs time and memory. Evaluation runs one op.
-        rslora: scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732).
-        shared_outer: all experts share the factors `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
+        rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732). Default: False.
+        shared_outer: let all experts share `up_a`, which multiplies tokens, and `down_b`, which yields outputs.
+            Default: False.
 
     Raises:
         ValueError: rank or alpha is not positive, a target is unknown or repeated, or dropout is outside [0, 1).
@@ -72,7 +73,7 @@ class LoRA:
 class ExpertLoRA(nn.Module):
     """The factors of one adapter for the experts of a layer.
 
-    `up_a` is [E, r, D], `up_b` [E, 2F or F, r], `down_a` [E, r, F] and `down_b` [E, D, r]; with `shared_outer` the
+    `up_a` is [E, r, D], `up_b` [E, 2F or F, r], `down_a` [E, r, F] and `down_b` [E, D, r]. With `shared_outer`, the
     first axis of `up_a` and `down_b` has length 1. The factors of a projection that is not a target are None.
 
     Factors a are initialised like an nn.Linear's weight, and factors b with zeros. A new adapter changes no output.
@@ -180,13 +181,13 @@ def _concatenated(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor | None, Te
 def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.dtype | None = torch.float32) -> None:
     """Freeze the layer and add trainable low-rank adapters to its experts. The output stays bitwise equal.
 
-    Router, experts, shared expert and latent projections are frozen, but not adapters that were added before. The new
-    adapter and the adapters that were active before are active. Recomputation, autocast, `torch.compile`, activation
-    checkpointing and `saved_bytes` work as before. Expert parallelism, applied before or after, shards adapters like
-    their experts. Call `add_lora` before `fully_shard`.
+    Router, experts, shared expert and latent projections are frozen, but not earlier adapters. The new adapter is
+    active, and earlier adapters stay active or inactive. The layer still supports recomputation, autocast,
+    `torch.compile`, activation checkpointing and `saved_bytes`. Expert parallelism may be applied before or after
+    `add_lora`, and shards adapters like their experts. Call `add_lora` before `fully_shard`.
 
     Args:
-        name: key of the adapter, in the state dict `experts.lora.<name>`.
+        name: key of the adapter, in the state dict `experts.lora.<name>`. Default: "default".
         dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
             are often too small for 16 bits. The op rounds factors to the weights' dtype. With None, factors have the
             weights' dtype.
@@ -209,7 +210,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # imported here, as it takes long
 
         for key, factor in list(adapter.named_parameters()):
-            # Each rank draws the factors of all experts, and keeps its part. Shared factors come from the first rank.
+            # Each rank draws the factors of all experts, and keeps its part. The first rank broadcasts shared factors.
             placement, source = (Replicate(), 0) if adapter.is_shared(key) else (Shard(0), None)
             sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=source)
             setattr(adapter, key, nn.Parameter(sharded))

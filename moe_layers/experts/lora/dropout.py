@@ -1,4 +1,4 @@
-"""Computes experts in training if their adapters apply dropout to their input.
+"""Computes the experts in training if an adapter applies dropout to its input.
 
     H = X @ w_up^T + sum over adapters of scale * (drop(X) @ up_a^T) @ up_b^T
     Y = A @ w_down^T + sum over adapters of scale * (drop(A) @ down_a^T) @ down_b^T         A = activation(H)

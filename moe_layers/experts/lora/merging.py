@@ -50,10 +50,11 @@ def merge_lora(
 
     Args:
         names: names of the adapters to merge. Default: the active adapters.
-        keep_base: keep the adapters, and a copy of the weights in the memory of the host, for `unmerge_lora`.
+        keep_base: keep the adapters, and a copy of the weights in host memory, for `unmerge_lora`. Default: False.
         requantize: store quantised weights in their format again. A change that is small relative to the steps of the
             format is lost in the rounding.
-        least_kept: with `requantize`, the smallest accepted share of the change (see Returns); 0 accepts any loss.
+        least_kept: with `requantize`, the share of the change that must survive (see Returns). Default: 0.5. A value
+            of 0 accepts any loss.
 
     Returns:
         with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2. The share is
@@ -71,7 +72,7 @@ def merge_lora(
     merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
     is_quantized = isinstance(experts.w_up, QuantizedExperts)
-    becomes_plain = is_quantized and not requantize  # both weights, because the op refuses to mix plain and quantised
+    becomes_plain = is_quantized and not requantize  # changes both weights: the op cannot mix plain and quantised
     changed = [each for each in TARGETS if becomes_plain or getattr(merged, f"{each}_a") is not None]
     quantized = changed if is_quantized else []
     new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}

@@ -26,7 +26,7 @@ __all__ = [
     "shard_experts",
 ]
 
-# Modules to import on first use, because they import transformers' Trainer, quantisers or torch.distributed.tensor.
+# Import these modules on first use, because they import transformers' Trainer, quantisers or torch.distributed.tensor.
 _ON_FIRST_USE = {
     "RoutingCallback": "routers.trainer_callback",
     "ShardReport": "sharding.shard_model",

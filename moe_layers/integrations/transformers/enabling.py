@@ -1,4 +1,4 @@
-"""Hugging Face transformers: run a model's MoE blocks with this package's experts.
+"""Runs the MoE blocks of Hugging Face transformers' models with this package's experts.
 
 Importing this package registers `experts_implementation="moe_layers"` with transformers. `enable` checks a model, sets
 this implementation, and also replaces the forwards of blocks without an experts interface:
@@ -50,7 +50,7 @@ from .routers.attached import release_routers
 __all__ = ["EnableReport", "disable", "enable"]
 
 OLDEST = "5.7"
-STATE = "_moe_layers_state"  # attribute of an enabled model: its _State
+STATE = "_moe_layers_state"  # attribute of an enabled model that holds the model's _State
 
 if Version(transformers.__version__) < Version(OLDEST):
     raise ImportError(f"moe_layers: transformers must be {OLDEST} or later, got {transformers.__version__}")
@@ -71,7 +71,7 @@ class EnableReport:
         kinds: (class, activation, path) -> number of blocks. A path is "experts interface" or "replaced forward".
         adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
         quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
-        adapted_by_wrapper: name of a parameter or experts -> reason why PEFT's wrappers compute the adapters.
+        adapted_by_wrapper: name of a parameter or an experts module -> reason why PEFT's wrapper computes the adapters.
     """
 
     blocks: int
@@ -101,7 +101,7 @@ class _State:
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
-    hooks: list[RemovableHandle]  # `_check_targets` on the innermost of `models` that has experts
+    hooks: list[RemovableHandle]  # the hook `_check_targets` of the innermost of `models` that has experts
     models: list[nn.Module]  # transformers models, which may have `peft_config`
     adapters: dict[str, Any] = field(default_factory=dict)  # checked adapters: name -> PEFT's configuration
 
@@ -135,9 +135,9 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
             operands in the dtype of the model.
 
     Raises:
-        ValueError: the model has no MoE block, or an unsupported MoE block, which the message names; a part of the
-            model, or a larger model around it, is already enabled; `shard_experts` sharded the model; or weights are
-            quantised in a way that the kernels cannot read. With "fp8": weights are quantised or partitioned by
+        ValueError: the model has no MoE block, or an unsupported MoE block, which the message names. Other causes: a
+            part of the model, or a larger model around `model`, is already enabled; `shard_experts` sharded the model;
+            the kernels cannot read the quantised weights. With "fp8": weights are quantised or partitioned by
             DeepSpeed's ZeRO-3, weights have sizes that are not multiples of 16, or experts have a norm.
         NotImplementedError: weights are in a format that is not supported, such as bitsandbytes' fp4.
     """
@@ -237,7 +237,7 @@ def _selectable(model: nn.Module) -> set[int]:
 
 
 def disable(model: nn.Module) -> None:
-    """Undo `enable` and restore the model's previous state. Also end statistics, losses and counts of its routers.
+    """Undo `enable` and restore the model's previous state. Also end the routers' statistics, losses and counts.
 
     Later changes by other code remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
 

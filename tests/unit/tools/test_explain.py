@@ -188,6 +188,12 @@ def test_sizes_that_no_layer_has(layer, capsys):
     assert f"T, D, F, E and K must be at least 1, and K at most E, got '{layer}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--quantized=mxfp4", "--precision=fp8"])
+def test_sizes_that_a_format_does_not_take(option, capsys):
+    assert main(["explain", "16,64,40,4,2", option]) == 2
+    assert "moe_kernels explain: " in capsys.readouterr().err
+
+
 def test_says_which_ops_are_replayed(device, capsys):
     explain.print_records(torch.float16, device, "swiglu", None)
     assert "records: none, because no kernels run or single launches are wanted" in capsys.readouterr().out  # poisoned

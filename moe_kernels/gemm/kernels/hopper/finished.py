@@ -216,7 +216,8 @@ def write_last(
 ):
     """Write all parts of the last tile."""
     if PIECES and not GATED:
-        # If the compiler unrolled this loop, the code would compute both halves at once and run out of registers.
+        # The compiler does not unroll this loop, because the bound is a run-time value. Unrolled code would compute
+        # both halves at once and run out of registers.
         for half in range(0, gl.where(at.end > 0, 2, 0)):
             _write_half(half, left, at, out_desc, buffer, False, PIECES)
             first = (2 * at.column + half) * (2 * left.shape[1])

@@ -24,7 +24,7 @@ _LEAST_STEPS = _PIECES * _SPACING
 
 
 class WarpSpecializedActivationGradient(RowTileKernel):
-    """Computes `ActivationGradientArguments` with contiguous or gathered rows of A."""
+    """Computes the results of `ActivationGradientArguments`, with contiguous or gathered rows of A."""
 
     arguments_class = ActivationGradientArguments
     obstacle = OBSTACLE

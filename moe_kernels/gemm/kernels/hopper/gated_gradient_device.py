@@ -86,8 +86,8 @@ def _differentiate(
     gate_buffer = staged.gate.index(PIECE % 2)
     up_buffer = staged.up.index(PIECE % 2)
     weighted_buffer = staged.weighted.index(PIECE % 2)
-    # The barrier's phase is PIECE // 2, because each buffer serves two pieces of a tile. Without the wait, the compiler
-    # would also move the code below the wait between the multiplications, and thus delay the multiplications.
+    # The barrier's phase is PIECE // 2, because each buffer serves two pieces of a tile. The wait also keeps the
+    # compiler from moving the following code between the multiplications, which would delay the multiplications.
     mbarrier.wait(staged.arrived.index(PIECE % 2), PIECE // 2)
     gate = gate_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)
     up = up_buffer.reshape([M, N]).load(grad.type.layout).to(gl.float32)

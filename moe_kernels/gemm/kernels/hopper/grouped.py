@@ -1,4 +1,4 @@
-"""Entries of the kernel catalog for the warp-specialised grouped GEMM, with the reasons for unsupported arguments."""
+"""Kernel catalog entries of the warp-specialised grouped GEMM, and their checks of the arguments."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PRODUCT_PARTS = 2  # number of parts of a finished tile's product; each of the 
 
 
 def _pieces(epilogue: str | None) -> int:
-    """Return the number of pieces in which a finished tile's activation is computed, each during one reduction step.
+    """Return the number of pieces of a finished tile's activation. One reduction step computes one piece.
 
     A step lasts as long as four wgmma instructions of each warpgroup. A thread has time for about 16 values per step,
     or for 64 values without an exponential. A gated activation has half as many values as a plain activation.
@@ -185,7 +185,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
-    """Return the options that all warp-specialised kernels take. "MNK" as `axes` adds BLOCK_M, BLOCK_N and BLOCK_K."""
+    """Return the options of all warp-specialised kernels. Default `axes`, "MNK", add BLOCK_M, BLOCK_N and BLOCK_K."""
     return {
         **design.blocks(axes),
         "NUM_BUFFERS": design.num_stages,

@@ -46,7 +46,7 @@ def _reduce_tile(
         step += 1
     if bias is not None and PIECES == 0:
         # The bias is loaded during the remaining multiplications, into the registers that held the previous tile.
-        # `num_columns` is always a multiple of 8. Only because of the rounding, the compiler knows this divisor.
+        # `num_columns` is always a multiple of 8. The rounding tells the compiler this divisor.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, tiles.num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
@@ -95,7 +95,8 @@ def _consume(
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
     # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, its
     # program would run ahead of programs that read the same data. The L2 cache would drop the data before the slower
-    # programs read the data. Reading the data from memory again costs more than skipping saves. Measured without pace.
+    # programs read the data. Reading the data from memory again costs more than skipping saves. These costs were
+    # measured with kernels that keep no pace (`pace.py`).
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles

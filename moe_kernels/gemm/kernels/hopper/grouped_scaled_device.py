@@ -30,7 +30,7 @@ from .ring import (
 )
 from .tiles import Tiles, row_tile_at, tile_at
 
-_STEP = gl.constexpr(128)  # number of values of K per step and of columns per product; B has one scale per such block
+_STEP = gl.constexpr(128)  # values of K per step, and columns per product; B has one scale per 128 x 128 block
 _ROWS = gl.constexpr(64)  # number of rows of a tile that one consumer computes
 
 
@@ -120,8 +120,8 @@ def _multiply(ring, slot, partial, WARPGROUP: gl.constexpr, HALF: gl.constexpr, 
 
 @gluon.jit
 def _b_scales_at(scales, group, block):
-    """Return the position in memory of a column block's first scale. If `block` is past the last column block, return
-    the position for the last block."""
+    """Return the offset from `scales.b` of the first scale of column block `block`. Past the last column block, return
+    the offset of the last block's first scale."""
     block = min(block, scales.num_column_blocks - 1)
     return (group * scales.num_column_blocks + block) * scales.num_steps
 

@@ -1,4 +1,4 @@
-"""Operand blocks of a grouped GEMM: the producer copies them to shared memory, and consumers multiply them."""
+"""Operand blocks of a grouped GEMM. The producer copies blocks to shared memory, and consumers multiply the blocks."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,7 +19,7 @@ def _is_paced(tiles):
 
 @gluon.jit
 def _pace(num_tiles_ptr, is_paced, step, passed):
-    """If `is_paced`, pass a mark every MARK_STEPS steps. `passed` and the result: see `keep_pace`."""
+    """If `is_paced`, pass a mark every MARK_STEPS steps. `keep_pace` explains `passed` and the result."""
     passes = is_paced & (step % MARK_STEPS == 0)
     is_next = is_paced & (step % MARK_STEPS == MARK_STEPS - 1)
     return keep_pace(num_tiles_ptr, step // MARK_STEPS, passes, is_next, passed)
@@ -104,7 +104,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # depth and a_stride are multiples of 8. This rounding tells the compiler, which then copies 16 bytes at a time.
+    # The compiler copies 16 bytes at a time if it knows that depth and a_stride are multiples of 8.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0

@@ -3,17 +3,18 @@
 Programs that run at the same time share operand blocks. If some programs run far ahead of others, the L2 cache drops a
 block between its first and its last use, and the block is read from memory again. This costs time and energy.
 
-Each producer therefore passes a mark from time to time, if reductions are long (`LONG_REDUCTION`), or long on average
-in a weight gradient. A producer that is ahead of the average by more than one mark waits. The wait changes only when a
-result is computed, never the result, although the counters need atomic additions.
+Each producer therefore passes a mark every `MARK_STEPS` steps of a grouped GEMM, or at every tile of a weight gradient.
+Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient, the average length decides. A producer that is
+ahead of the average by more than one mark waits. A wait delays a result, but never changes the result. The atomic
+additions affect only the counters.
 
-A producer waits only while all programs of the grid run. If some programs cannot start, because another kernel occupies
-their SM, or have ended already, a producer reads the counters once at a mark and goes on. No wait takes more than 20000
-reads, some 10 ms.
+A producer waits only while all programs of the grid run. If some programs have ended, or cannot start because another
+kernel occupies their SM, a producer reads the counters once at a mark and continues. A wait ends after at most 20000
+reads, about 10 ms.
 
-`TileTable.num_tiles` holds two counters: the marks of the running producers, counted once by each thread, and the
-number of these producers. Both are 0 between two kernels. If two kernels use one table at the same time, producers may
-wait too little or too long, but never longer than the limit.
+`TileTable.num_tiles` holds two counters. `PASSED` counts the marks of the running producers, once for each thread.
+`RUNNING` counts the running producers. Both counters are 0 between two kernels. If two kernels use one table at the
+same time, producers may wait too little or too long, but never for more than 20000 reads.
 """
 
 from triton.experimental import gluon
@@ -21,14 +22,15 @@ from triton.experimental.gluon import language as gl
 
 from .ring import PRODUCER_THREADS
 
-PASSED = gl.constexpr(2)  # places of the counters in `num_tiles`
+PASSED = gl.constexpr(2)  # PASSED and RUNNING are indices of counters in `num_tiles`
 RUNNING = gl.constexpr(3)
 
-# Stands for the count of marks before the first read. It is so low that the producer reads the counters at the mark.
+# Count of marks before the first read. Every target is larger, so that the producer reads the counters at the mark.
 NOT_READ = gl.constexpr(-0x40000000)
 
-# In PTX, which hides the branches. A producer that branches on a number known only at run time makes Triton 3.8 compute
-# more values before the kernel divides its warps. These values occupy registers of the consumers, which then spill.
+# PTX hides the branches from Triton. A producer that branches on a number known only at run time makes Triton 3.8
+# compute more values before the kernel divides its warps. These values occupy registers of the consumers, which then
+# spill.
 # All threads count, because choosing one thread also makes consumers spill. 8 and 12 are the byte offsets of PASSED and
 # RUNNING.
 _PASS = gl.constexpr("""{
@@ -74,8 +76,8 @@ def keep_pace(
     """If `passes`, count a mark, and wait until the producers have passed `mark` marks each on average. If `is_next`,
     read the count of marks, which arrives by the next call. Return the newest count. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        # A count read in an earlier call lacks the producer's own mark. Later counts include it and shorten the wait by
-        # one mark.
+        # A count read in an earlier call lacks the producer's own mark. Later counts include the own mark and thus
+        # shorten the wait by one mark.
         target = (mark * gl.num_programs(0) - 1) * PRODUCER_THREADS
         operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
         passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -27,8 +27,8 @@ class Ring:
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor  # a barrier per slot: both operands have arrived
-    empty: gl.shared_memory_descriptor  # a barrier per slot: both consumers have read the operands
+    full: gl.shared_memory_descriptor  # one barrier per slot, which signals that both operands have arrived
+    empty: gl.shared_memory_descriptor  # one barrier per slot, which signals that both consumers have read the operands
     slots: gl.constexpr
 
     @gluon.constexpr_function

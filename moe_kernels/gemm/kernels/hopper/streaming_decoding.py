@@ -22,7 +22,7 @@ from .descriptors import descriptor, form
 if OBSTACLE is None:
     from .streaming_decoding_device import streaming_kernel, values_per_64_bytes
 
-_REGISTERS = 128  # maximum number of registers per thread for tiles of 8 rows; an SM runs 16 warps, without spills
+_REGISTERS = 128  # maximum number of registers per thread for tiles of 8 rows; lets an SM run 16 warps without spills
 _READING = 100  # cost of reading and decoding one value of a weight; multiplying the value by one row costs 2
 
 
@@ -74,7 +74,7 @@ class StreamingDecodingGemm(Kernel):
         row_bytes = size_in // self.values_per_byte
         shape, strides = [num_groups, size_out, row_bytes], [size_out * row_bytes, row_bytes, 1]
         stored = form(shape, strides, [1, block_out, 64 * chunks], 8, 64 * chunks)
-        # Triton has no e8m0, so the kernel reads bytes.
+        # Triton has no e8m0 dtype, so the kernel reads e8m0 scales as bytes.
         is_e8m0 = args.scales.dtype == torch.float8_e8m0fnu
         return Launch(
             streaming_kernel,

@@ -6,7 +6,7 @@ at a time, decodes the bytes in registers, and multiplies with mma.sync. The wei
 ROWS can be as small as 8. wgmma could also read decoded values from registers, but ptxas up to 12.9 miscompiles it.
 
 mma may sum over the reduction axis in any order. Each thread therefore keeps weight values in the order in which they
-are stored. `_mma_order` permutes the values of each row to the same order, so that no value moves to another thread.
+are stored. `_mma_order` permutes the values of the tile's rows to the same order. No value moves to another thread.
 """
 
 # No `from __future__ import annotations`: kernels read annotations as types.
@@ -93,8 +93,8 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
         low, high = _decode_mxfp4(stored, scale, NAN_255)
-        # `low` holds pairs 0 and 1 of each word, `high` pairs 2 and 3. The last five axes are: thread, word, pair in
-        # `low` or `high`, value in the pair, and `low` or `high`.
+        # `low` holds pairs 0 and 1 of each word, and `high` holds pairs 2 and 3. The last five axes are thread, word,
+        # pair in `low` or `high`, value in the pair, and choice of `low` or `high`.
         value = gl.join(low, high).reshape(BLOCK_OUT, CHUNKS, 4, 4, 2, 2, 2).permute(0, 1, 3, 6, 4, 2, 5)
     else:
         value = _decode_fp8(stored.to(gl.uint8, bitcast=True), scale)
@@ -104,13 +104,14 @@ def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: g
 
 @gluon.constexpr_function
 def _mxfp4_assembly(nan_255):
-    """Return assembly that writes 32 bfloat16 products to $0 to $15: values in $16 to $19 times $20's low byte (e8m0).
+    """Return assembly that multiplies the 32 values in $16 to $19 by the e8m0 scale in $20's low byte. The bfloat16
+    products are written to $0 to $15.
 
     Values j and j + 4 of a 4-byte word are 16 bits apart and are decoded as a pair. A multiplication by a sum of two
     powers of two shifts the fields of both values to their bfloat16 positions. Exponents become the lowest exponent
-    bits, and fractions the highest fraction bit. The result is the value times 2 ** -126. The result is then multiplied
-    by 2 ** (s - 1), where s is the byte of the scale. If s > 128, bfloat16 cannot hold this factor, and the code
-    multiplies by two factors in turn.
+    bits, and fractions become the highest fraction bit. The result is the value times 2 ** -126. The code then
+    multiplies the result by 2 ** (s - 1), where s is the byte of the scale. If s > 128, bfloat16 cannot hold this
+    factor, and the code multiplies by two factors in turn.
     """
     power = "shl.b32 f, f, 7; prmt.b32 f, f, f, 0x1010;"
     lines = [f"and.b32 e, $20, 255; add.u32 f, e, 126; min.u32 f, f, 254; {power}"]
@@ -193,7 +194,7 @@ def _scales_of_stored(scales, layout: gl.constexpr, BLOCK_OUT: gl.constexpr, CHU
 
 @gluon.jit
 def _load_rows(pointers, row_mask, step, IN: gl.constexpr, layout: gl.constexpr):
-    """Load, for one step, VALUES values of each row: [ROWS, VALUES]. Values past IN or past the last row are zeros."""
+    """Load one step's VALUES values of each row: [ROWS, VALUES]. Values past IN or past the last row are zeros."""
     VALUES: gl.constexpr = pointers.shape[1]
     k = step * VALUES + gl.arange(0, VALUES, layout=gl.SliceLayout(0, layout))
     return gl.load(pointers + step * VALUES, mask=row_mask[:, None] & (k < IN)[None, :], other=0.0)
@@ -293,7 +294,7 @@ def streaming_kernel(
             ahead = position + (STAGES - 1)
             _load_stored(w_desc, ring, full, group, first, (ahead, ahead % STEPS), ahead < total_steps, STAGES)
             # Rows and scales are loaded after the copy has started, because the copy waits for all earlier loads.
-            # Decoding hides the latency of the rows, but needs scales at once. Scales are loaded one step ahead.
+            # Decoding hides the latency of the rows, but needs scales at once. Scales are thus loaded one step ahead.
             rows = _load_rows(pointers, row < read_end, step, IN, rows_layout)
             next_scales = _load_scales(scales_ptr, weight_row, exists, step + 1, IN, CHUNKS, FORM)
             spread = _scales_of_stored(scales, stored_layout, BLOCK_OUT, CHUNKS, FORM)

@@ -1,5 +1,4 @@
-"""Rows and columns of a grouped GEMM's tiles, read from a tile table or, for few groups, computed from the groups'
-offsets."""
+"""Finds rows and columns of a grouped GEMM's tiles from a tile table or, for few groups, from the groups' offsets."""
 
 # No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
 
@@ -11,8 +10,8 @@ from ....runtime.gluon import aggregate
 MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one group per lane
 
 # A reduction with at least this number of steps is long. In long reductions, programs keep pace (`pace.py`), and
-# warpgroups without rows in a tile multiply, too (`grouped_device.py`). In shorter reductions, both cost more than they
-# save.
+# warpgroups without rows in a tile multiply, too (`grouped_device.py`). In shorter reductions, these measures cost more
+# than they save.
 LONG_REDUCTION = gl.constexpr(16)
 
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
@@ -25,7 +24,7 @@ LONG_WORK = gl.constexpr(4400)
 
 @aggregate
 class Tiles:
-    """The tiles of the product: every row tile with every column tile. A table or the offsets give the row tiles."""
+    """The tiles of the product, one for each row tile and column tile. A table or the offsets define the row tiles."""
 
     entries: gl.tensor  # pointer to entries [capacity, 2]; without a table, after `with_walk`, cumulative tile counts
     bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows

@@ -134,7 +134,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # Both numbers are multiples of 8. Once the rounding shows this, the compiler can copy 16 bytes at a time.
+    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -308,7 +308,7 @@ def _consume(
 def wgrad_kernel(
     a_desc,  # ragged [R, K], block [BLOCK_R, BLOCK_K]; None if the rows of A are gathered
     dout_desc,  # ragged [R, N], block [BLOCK_R, BLOCK_N]; None if the rows of dout are gathered
-    gathered_ptr,  # [T, K] or [T, N]; this and the next three are None unless an operand is gathered
+    gathered_ptr,  # [T, K] or [T, N]; this argument and the next three are None unless an operand is gathered
     gathered_stride,
     row_to_token_ptr,  # [R]
     num_gathered_columns,

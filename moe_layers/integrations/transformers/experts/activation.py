@@ -21,7 +21,7 @@ _NUMBERS = {
     "limit": ("limit", "swiglu_limit", "act_fn.up_softcap.softcap"),
     "alpha": ("alpha", "swiglu_alpha", "act_fn.gate_softcap.softcap"),
 }
-_NUM_COLUMNS = 3  # number of gate columns; with one, the layouts would have the same order: gate, up
+_NUM_COLUMNS = 3  # number of gate columns; one column could not distinguish interleaved from concatenated
 
 
 def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], *, interleaved: bool) -> Activation:
@@ -29,8 +29,8 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
 
     Args:
         experts: the module that holds the activation's constants, such as a limit. Errors name the module's class.
-        apply_gate: takes [n, 2F] columns, gate columns then up columns.
-        interleaved: whether `apply_gate` takes columns gate 0, up 0, gate 1, ... instead.
+        apply_gate: function of values [n, 2F], in which the gate columns precede the up columns.
+        interleaved: whether `apply_gate` takes alternating columns instead: gate 0, up 0, gate 1, ...
 
     Raises:
         ValueError: no activation of this package equals `apply_gate`.

@@ -1,6 +1,6 @@
 """Replacement forwards, by class name, for experts of transformers whose class has no experts interface.
 
-The modules keep their positions and parameters, and call one another as before. Hooks, LoRA and sharding of the modules
+The modules keep their positions and parameters, and still call one another. Hooks, LoRA and sharding of the modules
 still apply. Modules of transformers are annotated as `Any`, because each class has different attributes.
 """
 
@@ -99,7 +99,7 @@ def _longcat_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_
 
 
 def _jetmoe_forward(self: Any, layer_input: Tensor) -> Tensor:
-    """Run the block. Its router returns the slots in the order of the experts."""
+    """Run the block. The block's router returns the slots sorted by expert."""
     tokens = layer_input.reshape(-1, self.input_size)
     slots, _, gates, num_rows, _ = self.router(tokens)  # slots and gates [T * K]
     experts = torch.arange(len(num_rows), device=slots.device)
@@ -126,9 +126,9 @@ class Swap:
     Attributes:
         forward: replaces the forward of the experts.
         spec: makes the ExpertsSpec from the experts module and an implementation.
-        caller: class of the block around the experts if its forward must be replaced, too; else "".
-        caller_forward: replaces the forward of that block.
-        oldest: the oldest supported version of transformers.
+        caller: class of the block around the experts, if the block's forward must also be replaced. Default "": none.
+        caller_forward: replaces the forward of that block. Default None.
+        oldest: the oldest supported version of transformers. Default "0": every version.
     """
 
     forward: Callable[..., object]

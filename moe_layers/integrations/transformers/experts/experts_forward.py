@@ -208,7 +208,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn once if PEFT computes adapters, and the kernels could compute the adapters after a call of `enable`."""
+    """Warn once if PEFT computes adapters that the kernels could compute after a call of `enable`."""
     chains = experts.parametrizations.values() if "parametrizations" in experts._modules else ()
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in chain(*chains)):
         return
@@ -232,7 +232,7 @@ def experts_forward(
     Raises:
         ValueError: this package cannot compute the module. The first call raises the error, with the reason.
     """
-    # Look attributes up in `__dict__`, because `nn.Module.__getattr__` takes long to find that one is missing.
+    # Look up attributes in `__dict__`, because `nn.Module.__getattr__` is slow for missing attributes.
     if ENABLED not in self.__dict__:
         _recognise_once(self)
     top_k_weights = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
@@ -248,7 +248,7 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32 or int64, or the rows that a dispatcher passes
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # identify the cached e4m3 weights; None: the parameters of `self`
+    parameters: tuple[Weight, Weight] | None = None,  # keys of the cached e4m3 weights; None: the parameters of `self`
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)

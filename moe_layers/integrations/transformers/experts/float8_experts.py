@@ -1,4 +1,4 @@
-"""Computes transformers' FP8 experts. Their weights are float8 with a scale per block, or packed float4 with one
+"""Computes transformers' FP8 experts. The weights are either float8 with a scale per block, or packed float4 with one
 power-of-two scale per 32 numbers.
 
 transformers has a separate registry of implementations for these experts.

@@ -4,8 +4,8 @@
     model = AutoModelForCausalLM.from_pretrained("openai/gpt-oss-20b", config=config)
     print(enable(model))
 
-transformers' own MXFP4 experts reorder the bytes for the kernels of the GPU's architecture. Here the experts remain
-transformers' `GptOssExperts`. A parametrization computes each weight from the stored blocks, so other code reads the
+transformers' own MXFP4 experts reorder the bytes for the kernels of the GPU's architecture. With `keep_mxfp4`, the
+experts remain `GptOssExperts`. A parametrization computes each weight from the stored blocks, so other code reads the
 dequantised weight. `save_pretrained` writes the published names and bytes.
 """
 

@@ -80,8 +80,8 @@ def stored_weight(
     """Return the quantised weight of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: parameters of which all or none are read in stored form. If other code, such as a PEFT wrapper that adds
-            adapters, changes one of these parameters, all are read as tensors.
+        names: parameters to read in the same form: either all in stored form, or all as tensors. All are read as
+            tensors if other code, such as a PEFT wrapper that adds adapters, changes one of these parameters.
         transposed: whether the parameter is [E, in, out] instead of [E, out, in].
     """
     if "parametrizations" not in experts._modules or name not in names:
@@ -168,7 +168,7 @@ def _of_bitsandbytes(name: str, values: Tensor, state: Any) -> QuantizedWeight:
 
     Raises:
         NotImplementedError: the parameter is not in nf4.
-        ValueError: the block size is less than 32 or no power of two.
+        ValueError: the block size is less than 32, or is not a power of two.
     """
     op = f"moe_layers: {name}, quantised by bitsandbytes"
     if state.quant_type != "nf4":

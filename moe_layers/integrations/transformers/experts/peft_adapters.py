@@ -1,8 +1,9 @@
-"""PEFT's LoRA of expert parameters, computed inside the experts' op.
+"""Computes PEFT's LoRA of expert parameters inside the experts' op.
 
-PEFT wraps experts in one `ParamWrapper` per adapted parameter, the first parameter innermost. PEFT's forward adds the
-product of lora_A and lora_B to the parameter while the experts run. `_forward` here passes both factors to the experts
-instead, so that no tensor of the parameter's size is made. `_forward` is set on each wrapper, not on the class.
+PEFT nests one `ParamWrapper` per adapted parameter around the experts. The first parameter's wrapper is innermost.
+PEFT's forward adds the product of lora_A and lora_B to the parameter while the experts run. `_forward` in this file
+passes both factors to the experts instead, which avoids a tensor of the parameter's size. `_forward` is set on each
+wrapper, not on the class.
 
 In PEFT 0.18 and later, lora_A is [E * r, in] and lora_B is [out, r * E]. Expert e has the rows e * r + i of lora_A and
 the columns i * E + e of lora_B, for i < r. `in` and `out` are the lengths of the parameter's second and third axis. If
@@ -37,7 +38,7 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # first version of PEFT that may swap a parameter's axes; a swap sets the attribute below
+_SWAPS_SINCE = "0.19"  # first PEFT version that may swap a parameter's axes; the attribute below is True after a swap
 _SWAPPED = "_did_swap_in_out_features"
 
 
@@ -130,7 +131,7 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
 def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
     """Warn once per adapter if its `target_parameters` name weights of experts that PEFT did not find.
 
-    PEFT finds a parameter behind a parametrization, such as one in 4 bits, only by its full name.
+    PEFT finds a parametrised weight, such as a weight in 4 bits, only by the full name of the weight.
 
     Args:
         models: models that may have `peft_config`.
@@ -238,8 +239,8 @@ def _active(wrapper: Any) -> list[str]:
 
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
-    """Run a ParamWrapper, with its adapters in the experts' op. If the op cannot compute them, call PEFT's forward, or
-    raise ValueError if ranks share the experts."""
+    """Run a ParamWrapper. The experts' op computes the adapters if possible, else PEFT's forward computes the adapters.
+    Raise ValueError if ranks share the experts and the op cannot compute the adapters."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:
@@ -268,12 +269,12 @@ def _change(wrapper: Any, adapter: str) -> LowRank:
 
 
 def _sum(changes: list[LowRank]) -> LowRank:
-    """Return the sum of low-rank changes as one change, whose factors are those of the changes joined along r."""
+    """Return the sum of low-rank changes as one change. The factors are concatenated along r."""
     if len(changes) == 1:
         return changes[0]
     return LowRank(torch.cat([c.left for c in changes], 2), torch.cat([c.right for c in changes], 1))
 
 
-# Adapt wrappers when PEFT adds them to a module. The import registers the hook, because unpickling a block of an
-# enabled model imports this file and calls no function of it.
+# Adapt each wrapper when PEFT adds the wrapper to a module. Register the hook at import, because unpickling a block of
+# an enabled model imports this file but calls none of its functions.
 register_module_module_registration_hook(lambda holder, name, module: adapt(module))

@@ -49,8 +49,8 @@ def _is_run(forward: Any) -> bool:
 class _Forward:
     """Runs the function that `replace_forward` set.
 
-    Modules hold the method `run`. torch.compile compares methods by their code, and partial functions by identity. With
-    partial functions, torch.compile would compile each module alone.
+    Modules hold the method `run`, not a partial function. torch.compile compares methods by their code, and partial
+    functions by identity. With partial functions, torch.compile would compile each module separately.
     """
 
     def __init__(self, module: nn.Module):

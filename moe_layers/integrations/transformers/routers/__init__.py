@@ -1,1 +1,1 @@
-"""The routers of transformers' models: statistics, losses, bias updates and replay."""
+"""Hooks the routers of transformers' models for statistics, losses, bias updates and replay."""

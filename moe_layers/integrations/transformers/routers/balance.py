@@ -1,4 +1,4 @@
-"""Auxiliary losses and counts of chosen experts for transformers models."""
+"""Adds auxiliary losses and counts of chosen experts to transformers models."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def balance_routing(
 ) -> None:
     """Count the experts that training forwards choose from now on, and add the gradients of auxiliary losses.
 
-    The counts serve `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts`. Losses behave as in
-    `MoEFeedForward`: every backward through a layer's output adds the gradients of the losses, `aux_losses` returns the
+    `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts` use the counts. Losses behave as in
+    `MoEFeedForward`. Every backward through a layer's output adds the gradients of the losses. `aux_losses` returns the
     losses, and `set_aux_loss_scale` scales the gradients. Losses and counts exclude the padding of an attention mask
     [B, S]. The loss that the model returns does not contain the auxiliary losses.
 
@@ -31,9 +31,9 @@ def balance_routing(
             takes effect from the next forward on. Default: the number of tokens in each call.
 
     Raises:
-        ValueError: the model has no MoE block of transformers or an unsupported router, `z` is set for a router that
-            returns probabilities, the model adds the losses of transformers (`output_router_logits`), or there are
-            several ranks and no group for `global_batch`.
+        ValueError: the model has no MoE block of transformers or an unsupported router, or `z` is set for a router that
+            returns probabilities. Other causes: the model adds the losses of transformers (`output_router_logits`), or
+            there are several ranks and no group for `global_batch`.
     """
     losses = BalanceLosses() if losses is None else losses
     check_kind("balance_routing", "losses", losses, BalanceLosses)

@@ -1,4 +1,4 @@
-"""Hooks of a transformers model's routers: statistics, losses, bias updates and replay.
+"""Hooks the routers of a transformers model for statistics, losses, bias updates and replay.
 
 A router of transformers returns logits [T, E], weights [T, K] and the chosen experts [T, K]. Before transformers 5.21,
 Granite's router returns these tensors in reverse order. `HookedRouter` replaces the router's forward. The replacement
@@ -27,7 +27,7 @@ from ....routing.result import LayerRouting, Slots, layer_routing
 from ..experts.experts_forward import ATTRIBUTE
 from .model_forward import ModelForward, check_single_loss, current_forward
 
-# Routers that return probabilities, whose logarithms are logits up to a constant per token.
+# These routers return probabilities. The logarithms of probabilities equal the logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
 _BIASES = ("e_score_correction_bias", "expert_bias")
 
@@ -46,7 +46,7 @@ class HookedRouter:
         self.num_zero_experts = self.num_experts - getattr(experts, "num_routed_experts", self.num_experts)
         self.observer: RoutingObserver | None = None
         self.balance_losses = BalanceLosses()
-        self.num_tokens: int | Tensor | None = None  # divisor of the losses; None: the tokens of this forward
+        self.num_tokens: int | Tensor | None = None  # divisor of the losses; None: the number of tokens of a forward
         self.counts = False  # whether forwards in training mode are counted
         self.aux_loss: Tensor | None = None
         self.aux_loss_scale: Tensor | None = None
@@ -293,7 +293,7 @@ class _Selection(TorchFunctionMode):
     these scores. A top-k of groups, [T, groups] or [T, groups, members], is ignored.
 
     Args:
-        choose: takes T and K and returns the choice. If None, no choice is replaced.
+        choose: function of T and K that returns the new choice. Default None: the choice is not replaced.
     """
 
     def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):

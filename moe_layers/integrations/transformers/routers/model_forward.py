@@ -1,4 +1,4 @@
-"""One forward of a transformers model: its padding, and everything that a recomputation in backward must repeat.
+"""Records one forward of a transformers model: the padding, and all that a recomputation in backward must repeat.
 
 An MoE block of transformers gets no attention mask, and cannot tell which forward a checkpointed region recomputes.
 Hooks on the model provide the mask and the forward. A tensor hook on the model's outputs runs before any layer is
@@ -42,7 +42,7 @@ class ModelForward:
         mask = arguments.get("attention_mask")
         # Ignore masks that are not [B, S], because masks prepared for attention do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        # Number of tokens and device -> mask. Layers on the same device share a mask.
+        # (number of tokens, device) -> mask. Layers on the same device share a mask.
         self._token_masks: dict[tuple[int, torch.device], Tensor] = {}
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
@@ -68,8 +68,8 @@ class ModelForward:
         return self._token_masks[form]
 
     def sequence_lengths(self, num_tokens: int, device: torch.device) -> Tensor | int | None:
-        """Return the lengths [N] of packed sequences on a layer's device. If none are packed, return one length for all
-        sequences, or None if the batch size is unknown."""
+        """Return the lengths [N] of packed sequences on a layer's device. Without packing, return the common length of
+        all sequences, or None if the batch size is unknown."""
         boundaries = self.arguments.get("cu_seq_lens_q")
         if boundaries is not None:
             return torch.diff(boundaries).to(device)

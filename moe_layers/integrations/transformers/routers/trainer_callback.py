@@ -1,4 +1,4 @@
-"""Statistics and balancing of a model's routing in the Trainer of transformers."""
+"""Logs statistics of a model's routing in the Trainer of transformers, and balances the routing."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class RoutingCallback(TrainerCallback):
     sum or maximum over the layers, and `routing/<layer>/<metric>` is the value of one layer. With several ranks,
     statistics cover all ranks of `group`.
 
-    The callback divides the gradients of `balance_routing`'s losses by the accumulation steps, unless `num_tokens` is
-    set. With `fp16=True`, the callback multiplies these gradients by the GradScaler's scale. The loss `global_batch`
-    also counts the earlier accumulated calls of a step.
+    The callback divides the gradients of `balance_routing`'s losses by the number of accumulation steps, unless
+    `balance_routing` got `num_tokens`. With `fp16=True`, the callback multiplies these gradients by the GradScaler's
+    scale. The loss `global_batch` also counts the earlier accumulated calls of a step.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -146,7 +146,7 @@ class RoutingCallback(TrainerCallback):
         return metrics
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Write an image of each expert's percentage of its layer's slots, per logged step. Needs matplotlib."""
+        """Write an image that shows each expert's percentage of the layer's slots at each log. Needs matplotlib."""
         from matplotlib.figure import Figure
 
         layers = list(self.loads[0])

@@ -46,19 +46,19 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        # Let a recomputation repeat the choice, because another choice would send and save other numbers of rows.
+        # Let a recomputation repeat the choice, because another choice would send and save a different number of rows.
         slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # `logits` is an unread placeholder
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
-        # The output must not be a view: models may change it in place, and a view would lose FSDP2's hooks.
+        # Copy an output that is a view, because a view loses FSDP2's hooks if the model changes the view in place.
         return out.clone() if out._is_view() else out
 
     @property
     def replicated_scale(self) -> float:
         """Return the factor for gradients of parameters that are whole on every rank, such as adapters.
 
-        On each rank, such a gradient covers the rank's own experts and the tokens of all ranks. The sum over ranks is
-        complete. If gradients are averaged, the dispatcher and data parallelism both divide by the number of ranks. The
-        factor then is the number of ranks, to undo one division; otherwise the factor is 1.
+        On each rank, the gradient of a whole parameter covers the rank's own experts and the tokens of all ranks. The
+        sum over ranks is complete. If gradients are averaged, the dispatcher and data parallelism both divide by the
+        number of ranks. The factor is then the number of ranks, to undo one division. Otherwise the factor is 1.
         """
         return self.ranks.size if self.style.average_gradients else 1
 

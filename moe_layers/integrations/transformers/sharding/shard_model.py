@@ -1,10 +1,10 @@
-"""Expert parallelism inside an enabled transformers model: the ranks of a mesh share its experts.
+"""Shards the experts of an enabled transformers model over the ranks of a mesh (expert parallelism).
 
     enable(model)
     report = shard_experts(model, mesh["ep"])
 
 The experts' parameters become DTensors that keep their names, and calls of the experts go through the dispatchers of
-`moe_layers.parallel`. The rest of the model does not change, so DDP, FSDP2 or another training loop can handle it.
+`moe_layers.parallel`. Other parameters do not change, so DDP, FSDP2 or another training loop can handle the model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShardReport:
         num_ranks: number of ranks that share the experts.
         dispatcher: the `dispatcher` argument as given, even if it is "auto".
         kept_bytes: bytes of this rank's experts.
-        freed_bytes: bytes of the other ranks' experts.
+        freed_bytes: bytes of the other ranks' experts, which this rank no longer holds.
     """
 
     experts: dict[str, nn.Module]
@@ -94,28 +94,29 @@ def shard_experts(
     FSDP2, DDP and the optimizer are set up. PEFT's adapters of experts stay whole on every rank, and may be added
     before or after this call. The model cannot be disabled afterwards; `save_sharded` writes the model.
 
-    The recomputation of a checkpointed layer must choose the experts of the forward. Use
-    `context_fn=save_communication`, with which the recomputation also sends nothing.
+    The recomputation of a checkpointed layer must choose the same experts as the forward. Use
+    `context_fn=save_communication`, which saves the choice. The recomputation then repeats no collective.
 
     Args:
         model: an enabled model.
         mesh: a mesh of one dimension, such as `mesh["ep"]`. Its size must divide the number of experts.
-        dispatcher: see `ExpertParallel`. Here, however, "allgather" accepts any number of tokens on each rank, unless
-            `max_rows_factor` is given.
+        dispatcher: see `ExpertParallel`. Default "auto". In this function, "allgather" accepts any number of tokens on
+            each rank, unless `max_rows_factor` is given.
         average_gradients: True (default) if the caller averages gradients over the ranks, False if the caller sums.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
             Default: no limit. `ExpertParallel` states further rules.
-        chunks: number of parts of the tokens; one is sent while another is computed. Default: 1, or 2 for "overlapped"
-            from 4 ranks on.
+        chunks: number of chunks of the tokens. One chunk is sent while another chunk is computed. Default: 1, or 2 for
+            "overlapped" with at least 4 ranks.
         reserved_sms: number of SMs that the experts' GEMMs leave to communication. Default: 0, or 2 for "overlapped".
         seconds: how long to wait for ranks that have not called yet. Default 15. If loading takes some ranks longer,
             call `torch.distributed.barrier()` before this function, or give more seconds.
 
     Raises:
-        ValueError: the model is not enabled or is sharded already, its parameters are DTensors or partitioned by
-            DeepSpeed's ZeRO-3, an argument is wrong, experts cannot be divided, PEFT itself computes an adapter, the
-            ranks disagree, or a rank does not call this function. All ranks raise within `seconds`, before anything
-            changes. A rank with a wrong mesh raises at once. The other ranks then raise as if that rank had not called.
+        ValueError: the model is not enabled or is sharded already, or its parameters are DTensors or partitioned by
+            DeepSpeed's ZeRO-3. Other causes: an argument is wrong, experts cannot be divided, PEFT itself computes an
+            adapter, the ranks disagree, or a rank does not call this function. All ranks raise within `seconds`, before
+            anything changes. A rank with a wrong mesh raises at once. The other ranks then raise as if that rank had
+            not called.
         NotImplementedError: the "overlapped" dispatcher does not support the model's experts.
     """
     group = group_of(_OP, mesh)
@@ -177,7 +178,7 @@ def ignore_in_ddp(model: nn.Module) -> None:
     group at once, the default on GPUs, refuses a group that mixes DTensors and other tensors.
 
     Args:
-        model: the module that DistributedDataParallel will wrap; with PEFT the PeftModel.
+        model: the module that DistributedDataParallel will wrap. With PEFT, pass the PeftModel.
     """
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     names = [name for name, tensor in tensors.items() if is_dtensor(tensor)]

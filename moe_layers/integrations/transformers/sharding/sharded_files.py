@@ -142,9 +142,9 @@ def save_sharded(
             other ranks wait up to 30 minutes.
 
     Raises:
-        ValueError: a rank has not called in time, the experts are not sharded, the model contains adapters, the ranks'
-            parameters differ, or a file cannot be written. All ranks raise ValueError. If a file cannot be written,
-            however, the first rank raises OSError.
+        ValueError: a rank has not called in time, experts are not sharded, the model contains adapters, parameters of
+            ranks differ, or writing a file fails. All ranks raise ValueError. If writing a file fails, however, the
+            first rank raises OSError instead.
     """
     group = distributed.group.WORLD if distributed.is_initialized() else None
     if group is None:
