@@ -76,7 +76,7 @@ def test_loading_takes_one_layer_and_one_tensor(layout, dtype, big):
     size = LAYER_BYTES // (1 if dtype == "float32" else 2)
     load = f"layer = MoEFeedForward.from_checkpoint({str(big / layout)!r}, 1, dtype=torch.{dtype})"
     peak = peak_bytes(load)
-    assert size <= peak < size + D_MODEL * D_FF * 4 + SLACK
+    assert size - MIB < peak < size + D_MODEL * D_FF * 4 + SLACK  # the kernel counts resident pages in batches
 
 
 @pytest.mark.parametrize("layout", default_tier(LAYOUTS, ["per_expert"]))
