@@ -1,5 +1,5 @@
-"""The GEMMs on the rows of one chunk of tokens. `Rows` decides for each GEMM whether rows are gathered or copied, how
-the weight is stored, and which kernel runs."""
+"""The GEMMs on the rows of one chunk of tokens. For each GEMM, `Rows` decides which kernel runs, in which form the
+kernel reads the weight, and whether the kernel or a separate copy gathers the rows."""
 
 from __future__ import annotations
 

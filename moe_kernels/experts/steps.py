@@ -213,9 +213,10 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """Compute dA' = given @ w_down and the results that depend on it, in one GEMM, or in a GEMM and a second kernel.
+    """Return dH, A_w (the weighted activation) and dtopk_weights, from A_w's gradient dA' = given @ w_down.
 
-    The second kernel writes A_w, the weighted activation, to `destination`, or by default over dA'.
+    One fused GEMM computes all results if there is one. Otherwise a GEMM writes dA', and a second kernel computes the
+    results. The second kernel writes dH and A_w to `destination`. By default, A_w overwrites dA'.
     """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]

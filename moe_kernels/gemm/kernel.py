@@ -141,7 +141,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
     obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
-    epilogues: Collection[str] = ()  # activations that `with_epilogue` accepts; the catalog lists only one of them
+    epilogues: Collection[str] = ()  # allowed activations; the catalog lists one, `with_epilogue` makes the others
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata

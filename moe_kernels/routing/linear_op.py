@@ -106,7 +106,7 @@ linear_routing_op.register_autograd(_backward, setup_context=_setup)
 def routing_gradients_op(
     tokens: Tensor,  # [T, D]
     router: LinearRouter,
-    topk_weights: Tensor | None,  # [T, K]; read only for a softmax
+    topk_weights: Tensor | None,  # [T, K]; read only if `router.is_softmax`, else may be None
     topk_experts: Tensor,  # [T, K]
     dweights: Tensor | None,  # [T, K]
     dlogits: Tensor | None,  # [T, E]: upstream gradient of the returned logits

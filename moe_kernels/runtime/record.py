@@ -2,12 +2,13 @@
 of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
-in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other memories
-first, makes all launches at once, and frees the block at the end.
+in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other tensors
+first, makes all launches at once, and frees the block at the end. PyTorch operations divide the launches into groups.
+A run then allocates other tensors before their group.
 
-This order raises the peak memory, because the function has fewer memories in use at the same time. If the rise exceeds
-64 MiB, memories above 1 MiB are allocated and freed as in the function: allocated before the first launch that uses
-them, and freed after the last one. The launches between two of these allocations or frees are made at once.
+Early allocation raises the peak memory above that of the recorded function. If the rise exceeds 64 MiB, tensors above
+1 MiB are allocated right before the first launch that uses them, and freed after the last one, as in the function. The
+launches between two of these allocations or frees are made at once.
 """
 
 from __future__ import annotations

@@ -110,12 +110,14 @@ def sequence_load_balancing_loss(
     groups, Gumbel noise and assignments do not change these scores. Megatron-Core counts the same experts.
 
     The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
-    sequences or of tokens within a sequence, nor with padding. Given `num_tokens`, losses of calls that cut no sequence
-    add up to the loss of the batch. Tokens after the last sequence count as padding.
+    sequences or of tokens within a sequence, nor with padding. Tokens after the last sequence count as padding. If a
+    batch is split into calls between sequences, and each call gets the batch's `num_tokens`, the losses of the calls
+    add up to the loss of the batch.
 
     Shapes: result scalar.
 
-    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 with score="sigmoid". Equation 18 defines the count.
+    Source: equations 17 to 20 of https://arxiv.org/abs/2412.19437 with score="sigmoid". Equation 18 defines
+    count="scores".
 
     Args:
         count: "scores" (default) counts the experts with the highest scores, "choices" the experts that were chosen.

@@ -1,4 +1,4 @@
-"""The experts of a layer, their low-rank adapters, and the dispatcher of one rank."""
+"""The experts of a layer, their low-rank adapters, and the dispatcher that keeps tokens on their rank."""
 
 from .lora.adapters import LoRA
 from .quantization import dequantize_experts_, quantize_experts_

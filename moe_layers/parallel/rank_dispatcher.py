@@ -142,8 +142,8 @@ def split(tokens: Tensor, slots: Slots, lengths: list[int]) -> list[Chunk]:
     if len(lengths) == 1:
         return [(tokens, slots)]
     parts = zip(*(tensor.split(lengths) for tensor in (tokens, *slots[:3])), strict=True)
-    # `max_rows` bounds the slots of all chunks together. Each chunk gets the whole bound, because a chunk may hold all
-    # these slots.
+    # `max_rows` bounds the slots of all chunks together. One chunk may hold all these slots, so each chunk gets the
+    # whole bound, or its number of slots if that number is smaller.
     num_rows = slots.topk_experts.numel() if slots.max_rows is None else slots.max_rows
     return [(part, Slots(*rest, max_rows=min(num_rows, rest[0].numel()))) for part, *rest in parts]
 

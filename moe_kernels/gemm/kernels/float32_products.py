@@ -26,7 +26,8 @@ def dot_precision(operand: Tensor) -> str | None:
 
     "tf32" is returned if TF32 is enabled in PyTorch. Otherwise "float64" is returned if float64 products are fast on
     the operand's device. Float64 products are exact, and only the final sum is rounded to float32. On other devices,
-    "float32" is returned, and products are summed in short runs.
+    "float32" is returned. The products of each reduction step are then summed before the sum is added to the total,
+    because the error of a sum grows with its number of terms.
     """
     if operand.dtype != torch.float32:
         return None

@@ -113,8 +113,9 @@ class TmaArrayGemm(GroupedGemmListKernel):
         )
 
 
-# Each entry holds the tile, warps, stages and choices of programs per SM. Among choices of equal cost, `rule.py` takes
-# the first choice. Float8 has no wider tile, because float8 sums take twice the registers of 16-bit products' sums.
+# Designs of each dtype: (tile, warps, stages, numbers of programs per SM). Each number of programs per SM makes one
+# kernel. Among kernels of equal cost, `rule.py` takes the first kernel. Float8 has no tile wider than 128 columns,
+# because a sum of float8 products takes twice the registers of a sum of 16-bit products.
 _DESIGNS = {
     dtype: [((128, 256, 64), 8, 4, (1,)), ((128, 128, 64), 8, 4, (1,)), ((64, 64, 64), 4, 4, (3, 1))]
     for dtype in (torch.bfloat16, torch.float16)

@@ -76,8 +76,8 @@ def keep_pace(
     """If `passes`, count a mark, and wait until the producers have passed `mark` marks each on average. If `is_next`,
     read the count of marks, which arrives by the next call. Return the newest count. Without a table, do nothing."""
     if num_tiles_ptr is not None:
-        # A count read in an earlier call lacks the producer's own mark. Later counts include the own mark and thus
-        # shorten the wait by one mark.
+        # Subtract one mark, because the count of an earlier call lacks the mark that this producer adds now. Counts
+        # read during the wait include this mark, and then end the wait one mark early.
         target = (mark * gl.num_programs(0) - 1) * PRODUCER_THREADS
         operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
         passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -24,7 +24,8 @@ LONG_WORK = gl.constexpr(4400)
 
 @aggregate
 class Tiles:
-    """The tiles of the product, one for each row tile and column tile. A table or the offsets define the row tiles."""
+    """The tiles of the product, one for each pair of a row tile and a column tile. A tile table defines the row tiles.
+    Without a table, the groups' offsets define the row tiles."""
 
     entries: gl.tensor  # pointer to entries [capacity, 2]; without a table, after `with_walk`, cumulative tile counts
     bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows

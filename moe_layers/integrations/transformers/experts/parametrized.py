@@ -50,7 +50,7 @@ class StoredMxfp4(nn.Module):
         return _of_blocks(blocks, self.scales)
 
     def forward(self, blocks: Tensor) -> Tensor:  # [E, in, out]
-        if is_dtensor(blocks):  # true if PEFT reads a parameter of experts that ranks share
+        if is_dtensor(blocks):  # true if PEFT reads a parameter of experts that are sharded over ranks
             parts: Any = blocks, self.scales
             local = dequantize(_of_blocks(*(part.to_local() for part in parts)), self.dtype).transpose(1, 2)
             return type(parts[0]).from_local(local, parts[0].device_mesh, parts[0].placements, run_check=False)
