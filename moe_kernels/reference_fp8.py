@@ -20,7 +20,7 @@ from .types import Permutation
 
 BLOCK = 128
 LARGEST = 448.0  # the largest e4m3 number
-SMALLEST = 1e-30  # blocks with a smaller nonzero maximum get the scale of this maximum, so that its inverse is finite
+SMALLEST = 1e-30  # lower bound of a block's nonzero maximum when its scale is computed; keeps 1 / scale finite
 
 
 def quantize_blocks(
@@ -52,7 +52,7 @@ def dequantize_blocks(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:  # [..., M, N]
-    """Return value times scale, computed in `dtype`."""
+    """Return each value times its block's scale, computed in `dtype`."""
     size_m, size_n = values.shape[-2:]
     spread = scales.to(dtype).repeat_interleave(rows, -2).repeat_interleave(columns, -1)
     return values.to(dtype) * spread[..., :size_m, :size_n]

@@ -17,7 +17,7 @@ class RouterSpec:
     """Settings of one router function, in the order of their use. The defaults give the router of Mixtral and Qwen3.
 
         logits = softcap(w_router @ token [+ logit_bias])
-        scores = softmax(logits) over all experts, or sigmoid or sqrt(softplus) of each
+        scores = softmax(logits) over all experts, or sigmoid or sqrt(softplus) of each logit
         chosen = top-k of scores [+ selection bias] among the experts of the best groups
         weight = scale * scores[chosen] / norm(scores[chosen])         (without the selection bias)
 
@@ -36,7 +36,7 @@ class RouterSpec:
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds the
             bias to the logits instead.
         num_groups: experts form this many groups of consecutive ids.
-        topk_groups: only the experts of this many groups, those with the highest scores, can be chosen.
+        topk_groups: number of groups whose experts can be chosen: the groups with the highest scores.
         group_score: score of a group: "max" of its experts' scores, or "top2_sum", the sum of the two highest.
         normalize: whether weights are divided by the norm of the chosen scores, but at least by `norm_minimum`. The
             norm is (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
@@ -107,8 +107,8 @@ class RouterSpec:
 
     @property
     def is_softmax_of_logits(self) -> bool:
-        """Return whether a softmax over the logits chooses and weighs the experts. The weights may be normalised over
-        the chosen experts."""
+        """Return whether the experts with the highest logits are chosen, and their weights are a softmax with scale 1.
+        The softmax is over all logits or, if `normalize` is set, over the chosen logits."""
         return self._is_softmax_of_logits  # pyright: ignore[reportAttributeAccessIssue]  # set by __post_init__
 
     @property
@@ -127,8 +127,8 @@ class RouterSpec:
 
     @property
     def single_weight_is_one(self) -> bool:
-        """Return whether a single chosen expert (top-1) has the weight `scale` for all logits, because normalisation
-        divides the single score by itself."""
+        """Return whether a single chosen expert (top-1) has the weight `scale` whatever its logit is, because
+        normalisation divides the single score by itself."""
         # Epsilons and minimums below 1e-3, such as the published 1e-20 to 1e-6, only avoid a division by zero.
         return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None
 
@@ -201,8 +201,8 @@ class RouterSpec:
 
 
 class ActivationKind(NamedTuple):
-    """Whether a named activation is gated, and its limit and alpha in published models. None means that the activation
-    has no limit or no alpha."""
+    """Whether a named activation is gated, and its limit and alpha in published models. A number that the activation
+    does not have is None."""
 
     gated: bool
     limit: float | None = None

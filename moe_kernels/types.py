@@ -28,7 +28,7 @@ class TileTable(NamedTuple):
     """Tiles of the rows of a grouped GEMM with G groups. The tail, the padding rows at the end, counts as group G."""
 
     bounds: Tensor  # [G + 2] int32: group g has the rows bounds[g]:bounds[g + 1]
-    tiles: Tensor  # [capacity, 2] int32: group, and index of the row block in the group; unused entries extend the tail
+    tiles: Tensor  # [capacity, 2] int32: (group, row block in group); unused entries are blocks past the tail's end
     num_tiles: Tensor  # [4] int32: numbers of tiles without and with the tail, then two counters of `hopper/pace.py`
     order: Tensor  # [G] int32: groups in descending order of their number of rows; lower ids win ties
     block_rows: int  # maximum number of rows of a tile
@@ -48,12 +48,12 @@ class Permutation(NamedTuple):
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a quantised weight is stored. `moe_kernels.quantization.formats` defines the formats and checks them.
+    """Number format and scale blocks of a quantised weight; `moe_kernels.quantization.formats` defines and checks them.
 
     Attributes:
         name: "fp8", "mxfp4", "nf4" or "int8".
         block: (rows, columns) of one expert's [out, in] matrix that share a scale. 0 columns mean the whole row. NF4's
-            blocks are taken from the flattened weight.
+            blocks are ranges of the flattened weight.
         nested_block: the number of NF4 scales that share a second-level scale. None, the default, means float32 scales.
     """
 
@@ -132,7 +132,8 @@ class ScaledForms(NamedTuple):
 
 
 class ScaledWeight(NamedTuple):
-    """A trained weight [E, out, in], `master`, and its e4m3 copies from `ScaledForms`. GEMMs read only the copies."""
+    """A trained weight [E, out, in], `master`, and its e4m3 copies from `ScaledForms`. GEMMs read only copies. If a
+    copy is None, it is made from `master` right before the GEMM that reads it."""
 
     master: Tensor
     values: Tensor | None  # [E, out, in]

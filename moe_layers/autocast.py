@@ -19,8 +19,8 @@ def call_with_autocast_rules(
 ) -> Result:
     """Call `function` as autocast calls a matrix product: with operands in autocast's dtype, and autocast disabled.
 
-    As in autocast, float64 stays float64. Quantised weights are not converted, because the op computes in the dtype of
-    the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
+    As in autocast, float64 stays float64. Quantised weights are not converted, because the experts' op computes in
+    the dtype of the tokens. Outside autocast the operands are unchanged, and mixed dtypes raise PyTorch's usual error.
     """
     # Check first whether any device has autocast enabled, because reading a device's type takes longer.
     if not any_autocast_is_enabled() or not autocast_is_enabled(device_type := weight.device.type):

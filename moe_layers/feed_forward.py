@@ -388,7 +388,7 @@ class MoEFeedForward(nn.Module):
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # The offsets lack the choices of zero experts and of experts dropped by `keep_local_experts`.
+            # With zero experts or after `keep_local_experts`, the offsets lack choices, so `layer_routing` counts them.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:

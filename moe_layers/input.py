@@ -18,7 +18,7 @@ class TokenInfo(NamedTuple):
     all_tokens: Tensor  # [T, D], padding included
     shape: torch.Size  # shape of the layer's input, [..., D]
     token_mask: Tensor | None  # [T] bool: False for padding; None for no padding
-    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all sequences
+    sequence_lengths: Tensor | int | None  # [N] integers, or one length for all sequences; None if unknown
     num_tokens: int | Tensor | None  # divisor of the auxiliary losses; None for the number of tokens of this call
 
     @property

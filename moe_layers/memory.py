@@ -29,9 +29,9 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
 
     Raises:
         ValueError: `layer` is neither a `MoEFeedForward` nor an enabled model.
-        NotImplementedError: the reference implementation would run (for example without a GPU), several ranks share
-            the experts, or a transformers model has experts outside a separate block. In the first two cases the
-            memory depends on the routing.
+        NotImplementedError: the reference implementation would run (for example without a GPU), the experts are sharded
+            over ranks, or a transformers model has experts outside a separate block. In the first two cases the memory
+            depends on the routing.
     """
     if hasattr(layer, "aux_loss_scale"):
         _check_experts(layer.experts.implementation, layer.experts.w_up, layer.experts.local_share is not None)

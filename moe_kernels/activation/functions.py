@@ -319,7 +319,7 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# GEMM kernels apply these gated activations, which most published models use, to the product before the store.
+# GEMM kernels apply these gated activations, which most published models use, to the product before they store it.
 # Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. In kernels that
 # gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
 EPILOGUES = {
@@ -329,8 +329,8 @@ EPILOGUES = {
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 
 # GEMM kernels apply these plain activations to the product. Grouped kernels also store the rounded product, and apply
-# the activation to the rounded values. Kernels that gather rows apply no plain activation, because any would spill
-# registers. Kernels of dense products and of lists of products apply the activation to the float32 product.
+# the activation to the rounded values. Kernels that gather rows apply none, because each plain activation would spill
+# registers there. Kernels of dense products and of lists of products apply the activation to the float32 product.
 PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", "gelu", "gelu_tanh", "silu")}
 
 

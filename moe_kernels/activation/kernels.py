@@ -93,9 +93,9 @@ def weighted_activation_backward_kernel(
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
     dpreactivation_ptr,  # [R, 2F or F]; if destination_ptr is given, any number of rows
     dpreactivation_stride,
-    weighted_ptr,  # [R, F], same memory as dweighted_ptr; with destination_ptr: separate memory, any number of rows
+    weighted_ptr,  # [R, F], equal to dweighted_ptr; if destination_ptr is given, another tensor, any number of rows
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: the rows of slot_to_row
+    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row names the rows
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
     scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation, or None (then scales_ptr and num_rows are None, too)
     scales_ptr,  # [columns of the preactivation / 128, R] contiguous
@@ -174,8 +174,8 @@ def _load_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Return BLOCK_F gate columns and BLOCK_F up columns, both counted from column `first`, in float32. If not GATED,
-    return the same columns twice.
+    """Return gate columns and up columns [first, first + BLOCK_F) in float32. If not GATED, return the gate columns
+    twice.
 
     Interleaved columns are loaded in memory order and separated in registers.
     """
@@ -195,7 +195,7 @@ def _load_pair(
 
 @triton.jit
 def _store_pair(
-    pointer,  # [BLOCK_R, 1]: column 0 of each row, contiguous
+    pointer,  # [BLOCK_R, 1]: column 0 of each row; the column stride is 1
     gate,  # [BLOCK_R, BLOCK_F] float32
     up,
     is_row,  # [BLOCK_R, 1]
@@ -205,7 +205,7 @@ def _store_pair(
     INTERLEAVED: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """Write gate and up columns: alternating if INTERLEAVED, else gate before up. If not GATED, write gate only."""
+    """Write gate and up columns: alternating if INTERLEAVED, else all gate columns first. If not GATED, skip `up`."""
     dtype: tl.constexpr = pointer.dtype.element_ty
     if INTERLEAVED:
         c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]

@@ -79,8 +79,8 @@ def _width(preactivation: Tensor, activation: Activation) -> int:
 def launch_activation(
     preactivation: Tensor, activation: Activation, bias: RowBias | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Return activation(preactivation + bias), in `out` or a new contiguous tensor. The caller has checked the
-    arguments."""
+    """Return activation(preactivation + bias), in `out` if given, else in a new contiguous tensor. The caller has
+    checked the arguments."""
     if out is None:
         out = preactivation.new_empty(preactivation.shape[0], _width(preactivation, activation))
     _launch_forward(preactivation, activation, bias, out, None)
@@ -211,18 +211,18 @@ def launch_weighted_activation_backward(
     destination: Destination | None = None,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
-    """Compute the elementwise step of the expert op's backward. Read `preactivation` and dA' (`dweighted`) once.
+    """Return (dH, dw) of the elementwise step of the expert op's backward. Read `preactivation` and `dweighted` once.
 
-    H is the preactivation plus the bias. A = activation(H) is recomputed. With a row's weight w:  dA = w * dA',
-    A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). A_w overwrites dA' in `dweighted`. With a destination, dH
-    and A_w are written to the destination's tensors instead. Rows of dropped slots are not written.
+    H is the preactivation plus the bias. A = activation(H) is recomputed. dA' is `dweighted`. With a row's weight w:
+    dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). A_w overwrites dA' in `dweighted`. If given,
+    `destination` receives dH and A_w instead. Rows of dropped slots are not written.
 
     Args:
         row_to_token: if given and R < T * K, programs handle rows instead of slots. Default: None. Give `row_to_token`
             if most slots may be dropped.
         destination: receives dH and A_w. Default: None.
-        scaled: receives a second copy of dH, in e4m3 with scales. Default: None. Requires that `can_scale_gradient` is
-            True and that `destination` is None.
+        scaled: receives a second copy of dH, in e4m3 with scales. Default: None. Requires that `can_scale_gradient`
+            returns True and that `destination` is None.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k

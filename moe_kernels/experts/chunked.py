@@ -7,7 +7,8 @@
 
 While a chunk is computed, the outputs of the previous chunk can be sent and the tokens of the next chunk received. The
 gradients of tokens can be sent while the gradients of the weights are computed. Each weight gradient is one product
-over the rows of all chunks, not a sum of one product per chunk. A_w is A times the routing weights of the rows.
+over the rows of all chunks, not a sum of one product per chunk. A_w is A times the routing weights w of the rows. dA'
+is the gradient of A_w, and dX is the gradient of the rows gather(tokens).
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ def fused_experts(
     dequantised right before the GEMM that reads the weight, and freed after this GEMM. PyTorch's caching allocator
     reuses the memory for the next weight and the next layer. The result has the same bits as with weights dequantised
     beforehand. With fewer rows, GEMMs decode weights while loading, and load only the weights of experts that have
-    rows. The decoded values are equal in both cases, but sums are rounded in another order. The choice depends only on
-    tensor sizes. With `batch_invariant` and in the reference, weights are always dequantised.
+    rows. Both cases give equal weight values, but GEMMs add products in different orders. Only tensor sizes decide
+    whether GEMMs decode. With `batch_invariant` and in the reference, weights are always dequantised.
 
     Shapes: tokens [T, D], topk_weights [T, K] float32, w_up [E, 2F, D] or [E, F, D], w_down [E, D, F], b_up [E, 2F] or
     [E, F], b_down [E, D]; result [T, D].
@@ -130,7 +130,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Run the reference as an op for quantised weights, because plain autograd would save the dequantised weights.
+        # Tracers need the op: see `reference_op.py`. So do quantised weights, as autograd would save dequantised ones.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -168,7 +168,7 @@ def compute_chosen(
 
 
 class RoutedExperts(NamedTuple):
-    """The output, and the routing on demand. Most calls read only `out`, so properties make the routing's tensors."""
+    """The output of the experts. Most calls read only `out`, so properties return the routing's tensors on demand."""
 
     out: Tensor  # [T, D]
     buffer: Tensor  # see `SortedSlots`
@@ -176,7 +176,7 @@ class RoutedExperts(NamedTuple):
 
     @property
     def topk_experts(self) -> Tensor:  # [T, K] int32
-        """Return the chosen experts. Experts in the buffer are copied, so that the buffer can be freed."""
+        """Return the chosen experts. If `buffer` holds them, they are copied, so that `buffer` can be freed."""
         if self.operands.topk_experts is not None:
             return self.operands.topk_experts
         return self.operands.slots_in(self.buffer).choice(self.out.shape[0])[1].clone()

@@ -11,7 +11,7 @@ Backward, with w the routing weight of a row:
     dtokens = sum of a token's rows of dX
 
 The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, and every reader of
-H adds b_up. Storing H + b_up, rounded, would more often move a value across a clamp's limit. b_down is added before Y
+H adds b_up. Rounding H + b_up moves a value across a clamp's limit more often than rounding H. b_down is added before Y
 is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. Biases add these terms and gradients:
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH

@@ -108,8 +108,8 @@ def _slot_terms_kernel(
     slot, mask = t * TOP_K + k, (t < num_tokens) & (k < TOP_K)
     weight = tl.load(weights_ptr + slot, mask=mask, other=0.0)
     dweight = tl.load(dweights_ptr + slot, mask=mask, other=0.0)
-    # Subtract the mean before multiplying by the weight, to lose less precision. If one expert has nearly all the
-    # weight, its dweight and the mean nearly cancel.
+    # Subtract the weighted mean of dweight before multiplying by the weight, to lose less precision. If one expert
+    # has nearly all the weight, its dweight and the mean nearly cancel.
     dlogit = weight * (dweight - tl.sum(weight * dweight, 1, keep_dims=True))
     tl.store(dlogits_ptr + slot, dlogit, mask=mask)
     row = tl.load(slot_to_row_ptr + slot, mask=mask, other=-1)

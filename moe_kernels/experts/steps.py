@@ -216,7 +216,7 @@ def _differentiate(
     """Return dH, A_w (the weighted activation) and dtopk_weights, from A_w's gradient dA' = given @ w_down.
 
     One fused GEMM computes all results if there is one. Otherwise a GEMM writes dA', and a second kernel computes the
-    results. The second kernel writes dH and A_w to `destination`. By default, A_w overwrites dA'.
+    results. The second kernel writes dH and A_w to `destination`. Without a destination, A_w overwrites dA'.
     """
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]

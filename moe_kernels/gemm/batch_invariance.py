@@ -4,7 +4,7 @@ The batch can influence a token's result in three ways:
 
 * The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. These ops therefore
   always choose kernels for `ASSUMED_ROWS` rows per group. The package's own kernels compute a token's result, because
-  libraries such as cuBLAS choose by the actual number of rows. Within a kernel, all tiles sum in the same order.
+  libraries such as cuBLAS choose theirs by the actual number of rows. Within a kernel, all tiles sum in the same order.
 * The address and strides of the tokens also decide between kernels. `canonical_layout` therefore makes the layout
   independent of the batch.
 * On a CPU, PyTorch's summation order depends on the shape of a product. PyTorch also computes the ends of a tensor with

@@ -141,7 +141,7 @@ class Kernel(abc.ABC):
 
     arguments_class: type  # a class with `A`, `accumulator_type` and `operands`, usually a subclass of `Arguments`
     obstacle: str | None = None  # reason why the installed software cannot run the kernel, or None
-    epilogues: Collection[str] = ()  # allowed activations; the catalog lists one, `with_epilogue` makes the others
+    epilogues: Collection[str] = ()  # activations that `with_epilogue` may put in place of `metadata.epilogue`
 
     def __init__(self, metadata: KernelMetadata):
         self.metadata = metadata
@@ -205,8 +205,8 @@ class Kernel(abc.ABC):
         """Launch the kernel.
 
         Args:
-            compiled_artifact: result of `compile` for arguments with the same static properties. The launch then skips
-                the inspection of its arguments.
+            compiled_artifact: result of `compile` for arguments with the same static properties. With an artifact, the
+                launch skips the inspection of its arguments. Default: None.
             stream: the stream to launch on. None, the default, uses the current stream.
             workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes. Tensors that
                 PyTorch allocates on a GPU have this alignment. Keep the workspace until the kernel has run. None, the
@@ -225,8 +225,8 @@ class Kernel(abc.ABC):
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
         """Compile without a launch, for all arguments with the same static properties.
 
-        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. If a list of
-        problems has no table, this call makes a table.
+        The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. For a list
+        of problems without a table, this call makes the table.
 
         Raises:
             ValueError: the arguments are not supported, or are empty and need no launch.
@@ -263,8 +263,8 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return an estimated cost that compares kernels for the same arguments. The cost's unit differs between kernel
-        classes.
+        """Return an estimated cost, to compare kernels that support the same arguments. The cost's unit depends on the
+        class of the arguments.
 
         The cost covers multiplying the padded tiles, or reading the operands if reading takes longer. `rule.best_first`
         divides this cost by the speed of the design.

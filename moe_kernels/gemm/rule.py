@@ -11,7 +11,7 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     """Return `kernels` sorted, best first: the kernel named `measured`, then the others by the rule of thumb.
 
     The rule of thumb sorts by a kernel's estimated cost divided by the speed of the kernel's design. All kernels must
-    support the arguments.
+    support `args`.
     """
 
     half_speed, drifts = _half_speed(args), _drifts(args)
@@ -23,7 +23,7 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     return sorted(kernels, key=rank)
 
 
-# Number of multiplications per element read at which a kernel has half its full speed.
+# Numbers of multiplications per element read at which a kernel has half its full speed. `_half_speed` chooses one.
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
@@ -55,8 +55,9 @@ def _has_many_rows(args: GroupedGemmArguments | WgradArguments) -> bool:
 def _drifts(args: Arguments) -> bool:
     """Return whether warp-specialised programs that share data drift so far apart that the L2 cache drops the data.
 
-    Programs drift apart in gradients of many rows if no rows are gathered and the last column tile is partly filled. In
-    these gradients, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels on an H100.
+    Programs drift apart in GEMMs that compute a gradient from many rows, gather no rows, and fill only a part of the
+    last column tile. In these GEMMs, warp-specialised kernels took 0.95 to 1.23 times as long as other TMA kernels on
+    an H100.
     """
     if isinstance(args, WgradArguments):
         gathers = args.a_row_to_token is not None or args.dout_row_to_token is not None

@@ -86,7 +86,7 @@ def planning(
     Args:
         target: a GPU to select kernels for. With a target, nothing is launched, so operands may be meta tensors. None,
             the default, selects for the operands' GPU and launches.
-        copies: what `choose_copies` returns inside the context. None, the default: the function chooses.
+        copies: the result of `choose_copies` inside the context. None, the default: `choose_copies` decides.
         fuses: whether a GEMM may have an activation in its epilogue. Default: True.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)
@@ -136,7 +136,7 @@ def find(args: Arguments) -> Kernel | None:
 
 
 def find_for(args: Arguments, target: Target) -> Kernel | None:
-    """Return the kernel to run on the target GPU, or None if no kernel fits. This machine need not have the GPU."""
+    """Return the kernel for the target GPU, or None if no kernel supports `args`. This machine may lack this GPU."""
     like = listed(args)
     kernels = [kernel for kernel in get_kernels(cc=target.cc) if kernel.would_support(like)]
     kernel = next(iter(best_first(kernels, like, target.table.kernels.get(like.table_key()))), None)
@@ -192,12 +192,13 @@ def _run(args: Arguments) -> Kernel | None:
 def _launch_selected(args: Arguments) -> Kernel | None:
     """Launch the selected kernel and return it, or return None if selection finds no kernel for the arguments."""
     kernel = find(args)
-    if kernel is not None and (launch := kernel.launch(args)) is not None:  # None: nothing to write
+    if kernel is not None and (launch := kernel.launch(args)) is not None:  # no launch: nothing to write
         run_launch(launch, args.A)
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch. The selected kernels do not change, but records are not replayed.
+# MOE_VERIFY=n checks the result of every n-th launch. Kernels are selected as usual, but records are not
+# replayed (see `runtime/replay.py`).
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
     require_single_launches("MOE_VERIFY")
@@ -214,8 +215,8 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
     """Return the kernel for an epilogue that the catalog does not list, or None to search the whole catalog.
 
     The catalog lists one plain activation, relu, and one gated activation, swiglu. For any other activation, return the
-    kernel that would run with relu or swiglu, changed to apply the other activation. If the table has a measurement
-    with the other activation, return None, so that the measurement decides.
+    kernel that would run with relu or swiglu, changed to apply `args.epilogue`. If the table has a measurement with
+    `args.epilogue`, return None, so that the measurement decides.
     """
     if not isinstance(args, GroupedGemmArguments) or args.epilogue is None:
         return None
@@ -237,7 +238,8 @@ def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
-    """Return a copy of the kernel with this epilogue if the kernel allows it, else the unchanged kernel."""
+    """Return a copy of the kernel with its epilogue replaced by this one. If the kernel has no epilogue or cannot apply
+    this one, return the unchanged kernel."""
     if epilogue is None or epilogue not in kernel.epilogues or kernel.metadata.epilogue in (None, epilogue):
         return kernel
     return kernel.with_epilogue(epilogue)
@@ -277,7 +279,7 @@ def measured_best(args: Arguments) -> str | None:
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
-    """Choose which gathers are separate copies, by the table or, if the table has no entry, by a rule.
+    """Choose which gathers of the expert op run as separate copies: by the table, or without an entry by a rule.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.

@@ -37,7 +37,7 @@ def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
 
 
 def num_table_programs(capacity: int, num_groups: int) -> int:
-    """Return the number of programs that write a table of these sizes, including the order of its groups."""
+    """Return the number of programs that write a table's `tiles` [capacity, 2] and `order` [num_groups]."""
     return -(-max(capacity, num_groups) // table_blocks(num_groups)["PROGRAM_ENTRIES"])
 
 
@@ -159,7 +159,7 @@ def write_tile_table(
         tl.store(bounds_ptr + G + 1, num_rows)
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, total + (num_rows - tail_start + BLOCK_ROWS - 1) // BLOCK_ROWS)
-        tl.store(num_tiles_ptr + 2, 0)  # elements 2 and 3 are counters of `hopper/pace.py`
+        tl.store(num_tiles_ptr + 2, 0)  # elements 2 and 3 are counters of `kernels/hopper/pace.py`
         tl.store(num_tiles_ptr + 3, 0)
     for first_entry in range(0, PROGRAM_ENTRIES, ENTRY_BLOCK):
         entry = block * PROGRAM_ENTRIES + first_entry + tl.arange(0, ENTRY_BLOCK)

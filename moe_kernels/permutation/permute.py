@@ -23,9 +23,9 @@ def permute(
     *,
     implementation: str | None = None,
 ) -> Tensor:  # [R, D] expert order
-    """Copy each slot's token to its row. Padding rows (rows without a slot) are zeros.
+    """Copy each slot's token to the slot's row. Padding rows (rows without a slot) are zeros.
 
-    Differentiable: the gradient of a token is the sum over its rows. The gradient of padding rows is ignored.
+    Differentiable: the gradient of a token is the sum of its rows' gradients. The gradient of padding rows is ignored.
 
     Shapes: tokens [T, D]; result [R, D].
 
@@ -58,7 +58,7 @@ def combine(
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
-        ValueError: a shape, dtype or device disagrees with the signature, or an index on the CPU is R or more.
+        ValueError: a shape, dtype or device disagrees with the signature, or a row index on the CPU is R or more.
     """
     operands = {"rows": (rows, "R D"), "slot_to_row": (slot_to_row, "T K")}
     if topk_weights is not None:
@@ -116,7 +116,7 @@ _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
 _TILE_BYTES = 2**17  # size in bytes of a tile that a program of 32 warps, alone on its SM, holds in registers
-_FEWEST_TILES = 128  # minimum number of large tiles; fewer would leave SMs idle
+_FEWEST_TILES = 128  # minimum number of tiles of _TILE_BYTES; fewer would leave SMs idle
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
@@ -134,7 +134,7 @@ def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
 
 
 def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
-    """Write each token to its rows, multiplied by the slots' weights if given. Padding rows are not written."""
+    """Write each token to its rows, times `topk_weights` of the slots if given. Padding rows are not written."""
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
@@ -173,7 +173,7 @@ def _permute_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program copies a tile of tokens to their rows, multiplied by the slots' weights if given.
+    """One program copies a tile of tokens to their rows, times the slots' weights if `weights_ptr` is given.
 
     Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D)).
     """
@@ -322,7 +322,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weighted_row(rows_ptr, rows_strides, weights_ptr, row, slot, d, D):
-    """Return columns d of a slot's row in float32, times the slot's weight if given. A dropped slot gets zeros."""
+    """Return columns d of `row` in float32, times the slot's weight if `weights_ptr` is given, or zeros if row < 0."""
     pointer = rows_ptr + row * rows_strides[0] + d.to(tl.int64) * rows_strides[1]
     kept = tl.where(row >= 0, D, 0)
     value = tl.load(pointer, mask=d < kept, other=0.0).to(tl.float32)

@@ -31,7 +31,7 @@ from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort
 from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
-BLOCK_ROWS = 128  # default height of the tile table's tiles
+BLOCK_ROWS = 128  # default number of rows per tile in the tile table
 
 _FEW_SLOTS = 1024  # maximum number of slots to sort in one launch; for more slots, three launches are faster
 _RANKED = 32  # number of slots per program in the launch that compares all pairs of slots
@@ -56,9 +56,9 @@ def sort_by_expert(
 
     Args:
         block_rows: the number of rows per tile in the permutation's tile table. Default: 128.
-        max_rows: upper bound of the number of rows, for inputs with mostly dropped slots. Tensors of rows then have
-            min(max_rows, T * K) rows. Slots whose rows are beyond the bound are dropped, too. None, the default,
-            sets no bound.
+        max_rows: upper bound of the number of rows R, for inputs with mostly dropped slots. R becomes
+            min(max_rows, T * K), and slots whose row index would be R or more are dropped, too. Default: None, which
+            means R = T * K.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:
@@ -78,7 +78,7 @@ def sort_by_expert(
 
 
 def check_num_experts(num_experts: int) -> None:
-    """Raise NotImplementedError if there are more experts than the kernels sort."""
+    """Raise NotImplementedError if there are more experts than the kernels support."""
     if num_experts > MAX_EXPERTS:
         raise NotImplementedError(f"sort_by_expert: at most {MAX_EXPERTS} experts, got {num_experts}")
 
@@ -122,7 +122,7 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation in one tensor, `buffer`, for calls without `max_rows`. If made with `has_choice`, the buffer ends
+    """A permutation in one tensor, `buffer`, for sorts without `max_rows`. If made with `has_choice`, the buffer ends
     with the weights [T, K] float32 and the experts [T, K] that the permutation sorts. Each part is a view of `buffer`
     that starts at a multiple of 16 bytes."""
 
@@ -139,7 +139,7 @@ class SortedSlots(NamedTuple):
         return cls(buffer, top_k, num_experts)
 
     def sort(self, topk_experts: Tensor) -> Permutation:
-        """Write the permutation of these slots to `buffer`, and return the permutation as views of `buffer`."""
+        """Write to `buffer` the permutation that sorts `topk_experts`. Return the permutation as views of `buffer`."""
         permutation = self.permutation(len(topk_experts))
         results = *permutation[:3], *permutation.tile_table[:4]
         _launch_sort(topk_experts, self.num_sorted_experts, BLOCK_ROWS, results)
@@ -174,7 +174,7 @@ def _padded_size(shape: tuple[int, ...]) -> int:
 
 
 def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, results: tuple[Tensor, ...]) -> None:
-    """Write a permutation's tensors: offsets, slot_to_row, row_to_token and the tensors of its tile table."""
+    """Write a permutation to `results`: offsets, slot_to_row, row_to_token and the tensors of the tile table."""
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     capacity = results[4].shape[0]
     blocks = table_blocks(num_experts)

@@ -84,7 +84,7 @@ def _mxfp4(weight: QuantizedWeight) -> Tensor:
 
 
 def _int8(weight: QuantizedWeight) -> Tensor:
-    # PyTorch rounds the constant to float32 before it multiplies the tensor.
+    # PyTorch rounds the Python number `ONE_127TH` to float32 before the multiplication.
     return weight.values.float() * weight.scales.view(*weight.shape[:2], 1) * ONE_127TH
 
 

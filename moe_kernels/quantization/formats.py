@@ -15,7 +15,7 @@ FP8 = WeightFormat("fp8", (128, 128))  # e4m3 values; used by DeepSeek-V3 and Qw
 MXFP4 = WeightFormat("mxfp4", (1, 32))  # e2m1 values, e8m0 scales; used by gpt-oss
 NF4 = WeightFormat("nf4", (1, 64))  # bitsandbytes' 4-bit format
 NF4_NESTED = WeightFormat("nf4", (1, 64), nested_block=256)  # bitsandbytes' double quantisation
-INT8 = WeightFormat("int8", (1, 0))  # bitsandbytes' LLM.int8(): a scale per row
+INT8 = WeightFormat("int8", (1, 0))  # bitsandbytes' LLM.int8(): a scale per row; 0 columns mean the whole row
 
 FORMATS = {"fp8": FP8, "mxfp4": MXFP4, "nf4": NF4, "nf4_nested": NF4_NESTED, "int8": INT8}
 
@@ -135,7 +135,7 @@ def _check_scales(op: str, name: str, weight: QuantizedWeight) -> None:
     nested = format.nested_block is not None
     check_dtype(op, f"the scales of {name}", scales, *((torch.uint8,) if nested else _SCALE_DTYPES[format.name]))
     wanted = scales_shape(format, weight.shape)
-    # Scales of int8 and NF4 may have any shape, because bitsandbytes stores scales flat.
+    # Scales of int8 and NF4 may have any shape of the right size, because bitsandbytes stores scales flat.
     fits = scales.numel() == math.prod(wanted) if format.name in ("int8", "nf4") else scales.shape == wanted
     if not fits:
         raise ValueError(

@@ -35,15 +35,15 @@ def largest_size(values, AXIS: tl.constexpr):
 def encode_e4m3(values):
     """Return the bytes of the nearest e4m3 numbers. Values must be within [-448, 448], or NaN."""
     if not INTERPRET:
-        # Triton's conversion uses the same instruction. This code packs four numbers into one 32-bit register, because
-        # ptxas 12.8 drops half of a 16-bit register that is used more than once.
+        # Triton's own conversion uses the instruction below, too. Here, four numbers are packed into one 32-bit
+        # register, because ptxas 12.8 drops half of a 16-bit register that is used more than once.
         code: tl.constexpr = """{ .reg .b16 first, second; cvt.rn.satfinite.e4m3x2.f32 first, $2, $1;
             cvt.rn.satfinite.e4m3x2.f32 second, $4, $3; mov.b32 $0, {first, second}; }"""
         return tl.inline_asm_elementwise(code, "=r,f,f,f,f", [values], dtype=tl.uint8, is_pure=True, pack=4)
     # Round the bits here, ties to even, because the interpreter's conversion truncates.
     bits = values.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 mantissa bits; exponent bias 7, not 127
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # keep 3 mantissa bits; 120 = 127 - 7 (biases)
     # e4m3 numbers below 2 ** -6 are multiples of 2 ** -9. Adding 2 ** 14 in float32 rounds to a multiple of 2 ** -9.
     subnormal = (tl.abs(values) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, subnormal, normal)

@@ -23,7 +23,7 @@ def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRo
     return ScaledRows(values, like.new_empty(cdiv(num_columns, BLOCK), num_rows, dtype=torch.float32).t())
 
 
-def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # [R, K], any strides
+def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # rows: [R, K], any strides
     out = empty_scaled_rows(rows, *rows.shape)
     _launch(rows, out.values.view(torch.uint8), out.scales)
     return out

@@ -41,7 +41,7 @@ def launch_quantize_weight(
     """Return the quantised weight if `as_is`, and its transpose if `transposed`. Reads the weight once.
 
     Args:
-        checksums: memory in which the same launch stores the checksum of each block, or None (the default).
+        checksums: tensor to which the same launch writes the checksum of each block. Default: None, no checksums.
     """
     _, size_out, size_in = weight.shape
     here = _empty_weight(weight, size_out, size_in) if as_is else (None, None)
@@ -52,7 +52,7 @@ def launch_quantize_weight(
 
 
 def empty_checksums(weight: Tensor) -> Tensor:  # [blocks] int64
-    """Return uninitialised memory for the checksums of a weight."""
+    """Return an uninitialised tensor for the checksums of a weight."""
     return weight.new_empty(_num_blocks(weight), dtype=torch.int64)
 
 
@@ -101,7 +101,7 @@ def _odd_numbers(first: tl.constexpr):
 
 @triton.jit
 def _checksum(weight):  # [128, 128]
-    """Multiply the bits of each element by the odd number of its position. Return the sum of products modulo 2**64."""
+    """Multiply each element's bits by an odd number specific to its position. Return the products' sum modulo 2**64."""
     bits = weight.to(tl.uint16 if weight.dtype.primitive_bitwidth == 16 else tl.uint32, bitcast=True)
     factors = _odd_numbers(0)[:, None] * _odd_numbers(128)[None, :]
     return tl.sum(bits.to(tl.uint64) * factors.to(tl.uint64)).to(tl.int64, bitcast=True)
@@ -111,8 +111,8 @@ def _checksum(weight):  # [128, 128]
 def _widened(values):
     """Return values as float32.
 
-    Inline assembly keeps Triton 3.6 from moving the later transposition of the quantised values before this conversion.
-    After the move, the weight and its transpose would each be quantised, in twice as many registers.
+    Inline assembly keeps Triton 3.6 from moving the kernel's `tl.trans(values)` before this conversion. After such a
+    move, the kernel would quantise the weight and its transpose separately, in twice as many registers.
     """
     if INTERPRET or values.dtype != tl.bfloat16:
         return values.to(tl.float32)

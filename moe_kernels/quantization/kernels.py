@@ -40,8 +40,8 @@ def decode_e4m3(byte):
 
 @triton.jit
 def _int8(byte):
-    """Convert an int8 number to float32 by placing its bits in the last mantissa bits of 2 ** 23. A conversion
-    instruction takes four times as long."""
+    """Convert an int8 number to float32: write number + 128 to the last mantissa bits of 2 ** 23, then subtract
+    2 ** 23 + 128. A conversion instruction takes four times as long."""
     return ((byte.to(tl.int32) & 0xFF) ^ 0x4B000080).to(tl.float32, bitcast=True) - 8388736.0
 
 
@@ -294,7 +294,7 @@ def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
 
 
-# How kernels decode scales of the dtypes that they load as integers. Byte 255 is NaN only in float8_e8m0fnu.
+# For each dtype of scales that kernels load as integers: the decoding. Byte 255 is NaN only in float8_e8m0fnu.
 _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
 
 

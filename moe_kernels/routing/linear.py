@@ -18,13 +18,13 @@ from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # number of programs that keeps most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # sizes of the blocks of columns and tokens for the weight's gradient
-_SUMMED = 512  # number of values per program: 4 per thread, so that threads exchange no data for 16-bit stores
+_SUMMED = 512  # sums per program of `_sum_of_shares_kernel`; 4 per thread, so 16-bit stores need no exchange of data
 
 
 @once_per_form
 def check_linear_router(tokens: Tensor, w_router: Tensor) -> None:
-    """Raise ValueError unless shapes and devices fit. Both tensors must have the same floating-point dtype, except that
-    16-bit tokens allow a float32 weight."""
+    """Raise ValueError unless shapes, devices and dtypes fit. Both tensors must have the same floating-point dtype,
+    except that 16-bit tokens allow a float32 weight."""
     check_shapes("linear_routing", tokens=(tokens, "T D"), w_router=(w_router, "E D"))
     if w_router.dtype != torch.float32 or tokens.dtype not in (torch.bfloat16, torch.float16):
         check_same_dtype("linear_routing", tokens=tokens, w_router=w_router)
@@ -276,7 +276,7 @@ def store_gradient(
     mask,
     SPLIT: tl.constexpr,
 ):
-    """Write the gradient of the logits of BLOCK_T tokens: [high | low] if SPLIT, else float32."""
+    """Write the gradient of the logits of BLOCK_T tokens: 16-bit halves [high | low] if SPLIT, else float32."""
     if direct_ptr is not None:
         gradient += tl.load(direct_ptr + t * direct_strides[0] + expert * direct_strides[1], mask=mask, other=0.0)
     if SPLIT:

@@ -1,4 +1,4 @@
-"""The linear router as one op: logits, choice and weights, and their gradients. The op saves no [T, E] tensor.
+"""The linear router as one op: logits, experts and weights, and their gradients. The op saves no [T, E] tensor.
 
 `softmax.py` has the kernels of the plain softmax, and `scored.py` the kernels of all other routers in this op.
 """
@@ -59,7 +59,7 @@ def launch_routing(
     topk_weights: Tensor,  # [T, K] float32 contiguous, written here
     topk_experts: Tensor,  # [T, K] int32 contiguous, written here
 ) -> Tensor:  # [T, E]
-    """Write the choice, and return the logits."""
+    """Write `topk_weights` and `topk_experts`, and return the logits."""
     logits = router_logits(tokens, router.w_router, router.logit_bias, router.invariant_logits)
     if router.is_softmax:
         launch_topk(logits, topk_weights, topk_experts, router.settings.normalize)
@@ -85,7 +85,7 @@ def _setup(ctx: Any, call: Call, output: tuple[Tensor, ...]) -> None:
     tokens, router = call.args
     ctx.router = router._replace(w_router=None, logit_bias=None)  # `save_for_backward` below saves both tensors
     topk_weights, topk_experts, _ = output
-    topk_weights = topk_weights if router.is_softmax else None  # only a softmax's gradients read the weights
+    topk_weights = topk_weights if router.is_softmax else None  # other routers' gradients do not read the weights
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(tokens, router.w_router, router.logit_bias, topk_weights, topk_experts)
 
@@ -113,12 +113,12 @@ def routing_gradients_op(
     dtokens: Tensor | None,  # [T, D]: added to the tokens' gradient
     needs: RouterNeeds,
 ) -> RouterGradients:
-    """Return the needed gradients. The logits are recomputed if a gradient depends on them."""
+    """Return the needed gradients. Recompute the logits unless `dweights` is None or `router.is_softmax_of_chosen`."""
     w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
         if dweights is not None:
-            # dlogits becomes [T, E] float32. For 16-bit GEMMs, dlogits becomes [T, 2E] = [high | low], where high + low
-            # approximates the float32 value.
+            # For float32 GEMMs, dlogits becomes [T, E] float32. For 16-bit GEMMs, dlogits becomes [T, 2E] =
+            # [high | low], where high + low approximates the float32 value.
             logits, split_dtype = None, halves_dtype(tokens, w_router)
             if not router.is_softmax_of_chosen:
                 logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)

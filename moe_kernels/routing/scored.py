@@ -178,7 +178,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
 
 
-# `_TAKEN` is lower than all other keys, even that of -inf, and marks padding without an expert and keys to ignore.
+# `_TAKEN` marks padding without an expert and keys to ignore. All other keys are higher, even the key of -inf.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 
@@ -197,13 +197,14 @@ def _softmax_terms(logits, exists, SCORE: tl.constexpr):
 
 @triton.jit
 def _scores(logits, highest, total, SCORE: tl.constexpr):
-    """Return the scores of the given logits, [BLOCK_T, ...]. `highest` and `total` are the softmax terms of all
-    logits."""
+    """Return the scores of `logits`, [BLOCK_T, ...]. `highest` and `total` are the results of `_softmax_terms` for all
+    logits of each token."""
     if SCORE == "softmax":
         return tl.exp(logits - highest[:, None]) / total[:, None]
     if SCORE == "sigmoid":
         return tl.sigmoid(logits)
-    # softplus(x) = max(x, 0) + log(1 + small), small = exp(-|x|). The quotient corrects the rounding of 1 + small.
+    # The score is sqrt(softplus(x)), softplus(x) = max(x, 0) + log(1 + small), small = exp(-|x|). The quotient
+    # small / (rounded - 1) corrects the rounding of 1 + small.
     small = tl.exp(-tl.abs(logits))
     rounded = 1.0 + small
     lost = rounded == 1.0

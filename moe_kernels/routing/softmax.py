@@ -190,8 +190,8 @@ def _topk_backward_kernel(
     E_P2: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)). p is the softmax over the chosen experts or
-    over all experts. Grid: (cdiv(T, BLOCK_T),)."""
+    """One program writes dlogits of BLOCK_T tokens: p * (dw - sum(p * dw)). p is the softmax over the chosen experts if
+    `logits_ptr` is None, else over all experts. Grid: (cdiv(T, BLOCK_T),)."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = t < num_tokens
     expert = tl.arange(0, E_P2)
@@ -201,8 +201,8 @@ def _topk_backward_kernel(
     weights = tl.load(weights_ptr + slot, mask=slot_mask, other=0.0)
     dweights = tl.load(dweights_ptr + slot, mask=slot_mask, other=0.0)
     mean = tl.sum(weights * dweights, 1)  # [BLOCK_T]
-    # Subtract the mean from each chosen dw before multiplying, because dw and the mean nearly cancel if one expert has
-    # nearly all the weight.
+    # Subtract the mean from each chosen dw before multiplying by p, because dw and the mean nearly cancel if one expert
+    # has nearly all the weight.
     is_normalized: tl.constexpr = logits_ptr is None
     gradient = tl.zeros((BLOCK_T, E_P2), tl.float32)
     if not is_normalized:

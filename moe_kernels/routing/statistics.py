@@ -23,8 +23,8 @@ class RoutedForward(NamedTuple):
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E], the values by which the router ranks experts
     choices: Tensor  # [T, K] integers; negative means no expert
-    kept: Tensor | None  # [T, K] integers: the choices within capacities; None without capacities
-    token_mask: Tensor | None  # [T] bool: False for padding, left out of all statistics except "tokens with padding"
+    kept: Tensor | None  # [T, K] integers: `choices`, with -1 for choices beyond a capacity; None without capacities
+    token_mask: Tensor | None  # [T] bool: False for padding, left out of all statistics except the number of all tokens
     aux_loss: Tensor | None  # scalar
 
 
@@ -36,14 +36,14 @@ def add_routing_statistics(
 ) -> None:
     """Add the statistics of a forward to the totals `counts` and `sums`.
 
-    `counts` holds, in order: kept choices [E], all choices [E], calls, tokens without padding, tokens with padding, and
-    padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts` experts, which have
-    parameters, have padding rows.
+    `counts` holds, in order, the numbers of: kept choices [E], all choices [E], forwards, tokens other than padding,
+    all tokens, and padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts`
+    experts, which have parameters, have padding rows.
 
-    `sums` holds, in order: the sums of the softmax's entropies, of margins, of the calls' excesses and of losses, then
-    the number of losses and the smallest margin. A call's excess is the largest number of choices per expert, divided
-    by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key of its
-    other experts. If both keys are equal, the margin is zero.
+    `sums` holds, in order: the sums of the softmax's entropies, of margins, of the forwards' excesses and of losses,
+    then the number of losses and the smallest margin. A forward's excess is the largest number of choices per expert,
+    divided by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key
+    of its other experts. If both keys are equal, the margin is zero.
 
     Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
     checked.

@@ -59,7 +59,7 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     The id of the expert replaces the last bits of its key. One maximum then finds key and expert, and no two keys are
     equal. The choice is unsure if two successive keys differ only in the id: the replaced bits may decide their order.
     """
-    # The shift drops one bit of the value, so that a difference of two keys fits 32 bits.
+    # `keys >> 1` drops one bit of each key, so that a difference of two keys fits 32 bits.
     expert = tl.arange(0, E_P2)[None, :]
     short = ((keys >> 1) & -E_P2) | (E_P2 - 1 - expert)
     k = tl.arange(0, K_P2)[None, :]
@@ -69,7 +69,7 @@ def choose_by_short_keys(keys, E_P2: tl.constexpr, TOP_K: tl.constexpr, K_P2: tl
     for step in range(TOP_K):
         chosen = tl.where(k == step, (E_P2 - 1 - (best & (E_P2 - 1)))[:, None], chosen)
         # `best` is the last chosen key. For lower keys, key - best is negative, and therefore large as an unsigned
-        # number. The next lower key has the largest difference. The search takes one addition and comparison per key.
+        # number. The next lower key has the largest difference. The search takes an addition and a comparison per key.
         nearest = tl.max((short - best[:, None]).to(tl.uint32, bitcast=True), 1)
         following = best + nearest.to(tl.int32, bitcast=True)
         is_unsure |= ((following & -E_P2) == (best & -E_P2)).to(tl.int32)

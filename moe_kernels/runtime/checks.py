@@ -81,7 +81,7 @@ def result_dtype(op: str, a: Tensor, out: Tensor | None, out_dtype: torch.dtype 
     """Return the dtype of a product: `out_dtype`, else the dtype of `out`, else of `a`, or bfloat16 if `a` is float8.
 
     Raises:
-        ValueError: operands of this dtype cannot give this result dtype, or `out` and `out_dtype` disagree.
+        ValueError: operands of `a`'s dtype cannot give the chosen dtype, or `out` and `out_dtype` disagree.
     """
     if a.dtype.itemsize == 1:
         check_dtype(op, "a", a, FLOAT8)

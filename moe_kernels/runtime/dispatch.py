@@ -1,6 +1,7 @@
 """Decides before each op runs whether its operands are checked, and which implementation computes the op.
 
-If the requested implementation cannot run, the op raises, instead of running the other implementation.
+If the requested implementation, "triton" or "reference", cannot run, the op raises an error. The op does not run the
+other implementation instead.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
 
 
 def is_traced(tensor: Tensor) -> bool:
-    """Return whether a tracer sees the call (torch.compile, torch.export, make_fx) or the tensor has no data."""
+    """Return whether a tracer (torch.compile, torch.export, make_fx) is active, or the tensor has no data."""
     return torch.compiler.is_compiling() or tensor.is_meta or is_fake(tensor) or get_proxy_mode() is not None
 
 

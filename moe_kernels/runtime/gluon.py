@@ -17,7 +17,7 @@ REMEDY = "install Triton 3.6 to 3.9 (PyTorch 2.10 to 2.15) for the fast kernels"
 
 
 def version_obstacle(version: tuple[int, ...] | None) -> str | None:
-    """Return why the kernels do not support the Gluon of this Triton version, or None if they do."""
+    """Return why the Hopper kernels do not support the Gluon of this Triton version, or None if they do."""
     if version is None:
         return "Triton is not installed"
     if not OLDEST <= version[:2] <= NEWEST:

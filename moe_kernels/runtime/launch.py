@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # True in a `Replayed` or in `planning`; ops inside are not replayed separately
+        self.is_in_function = False  # True in `Replayed.run` and `planning`: ops then replay no records of their own
 
 
 launching = _Thread()  # state of the current thread

@@ -37,7 +37,7 @@ typedef struct {
 } Kernel;
 
 typedef struct {
-  uint32_t at, index; /* the value at this byte becomes addresses[index] + offset */
+  uint32_t at, index; /* the pointer or descriptor at this byte of `values` gets addresses[index] + offset */
   uint64_t offset;
 } Patch;
 
@@ -129,7 +129,7 @@ static PyObject *encode(PyObject *self, PyObject *args) {
   return result ? fail("encoding a TMA descriptor", result) : PyBytes_FromStringAndSize((char *)&map, sizeof map);
 }
 
-/* Free an executable graph. If the graph is running, the driver keeps it until its end. */
+/* Free an executable graph. If the graph is running, the driver keeps it until the run ends. */
 static void drop_executable(size_t index) {
   if (executables[index].list) executable_destroy(executables[index].graph);
   executables[index].list = NULL;
@@ -222,7 +222,7 @@ static CUresult launch_each(const List *list, void **parameters, CUstream stream
   return result;
 }
 
-/* Make the nodes, which keep a copy of the parameters. */
+/* Make the CUDA graph of the list. Its nodes, one per kernel, keep copies of the parameters. */
 static CUresult make_graph(List *list, void **parameters) {
   CUresult result = graph_create(&list->graph, 0);
   for (Py_ssize_t i = 0; i < list->num_kernels && !result; i++) {

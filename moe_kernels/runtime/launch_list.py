@@ -2,7 +2,7 @@
 addresses in the kernels' parameters change.
 
 Parameters have the layout of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
-the driver reports the sizes of a kernel's parameters. These sizes are checked when a list is made.
+the driver reports the sizes of a kernel's parameters. Making a list compares these sizes with the layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LaunchList:
         places: for each index in `Recording.memories`, the index of a tensor in the list that `run` gets, and a byte
             offset in this tensor.
         scratch: for each launch, the place of the memory in which its kernel makes TMA descriptors, or None.
-        born: the shape, strides and dtype with which each memory was allocated.
+        born: the shape, strides and dtype of each memory in `Recording.memories` at its allocation.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ def _pack(kind: str, numbers: Any) -> bytes:
 
 
 def _kernel_numbers(step: RecordedLaunch, first: int) -> tuple[int, ...]:
-    """Return a launch as integers for `make_list`: kernel, grid, warps, shared memory, the kernel's first parameter."""
+    """Return a launch as integers for `make_list`: kernel, grid, warps, shared memory, index of first parameter."""
     compiled = step.compiled
     num_warps, _, shared = compiled.packed_metadata[:3]
     return compiled.function, *(*step.launch.grid, 1, 1)[:3], num_warps, shared, first

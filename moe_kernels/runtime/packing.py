@@ -53,9 +53,9 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 
 
 class Places(NamedTuple):
-    """Positions of the tensors in sequences whose values have the same types."""
+    """Positions of the tensors in sequences of values. There is one `Places` for each sequence of the values' types."""
 
-    number: int  # a unique number for these types
+    number: int  # a unique number for this sequence of types
     places: tuple[int, ...]
     read: Callable[[Any], tuple[Tensor, ...]]  # function: sequence of values of these types -> the tensors among them
     others: tuple[int, ...]  # positions of the values that are neither tensors nor None
@@ -116,7 +116,7 @@ class PackedSignature:
             self.flatten = self.pack = lambda *arguments: arguments
             self.schema = torch.library.infer_schema(function, mutates_args=())
             return
-        # Generated code, like the methods of NamedTuples, is several times as fast as loops over the fields.
+        # Generate code, as `NamedTuple` does for its methods, because loops over the fields take several times as long.
         split = {"to_leaves": _quantized_to_leaves, "QuantizedWeight": QuantizedWeight}
         join = {"of_leaves": _quantized_of_leaves, **self._kinds}
         self.flatten = eval(f"lambda {', '.join(hints)}: ({', '.join(self._paths)},)", split)  # values -> leaves

@@ -4,11 +4,11 @@ of its tensors into the parameters of the launches.
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
 in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other tensors
 first, makes all launches at once, and frees the block at the end. PyTorch operations divide the launches into groups.
-A run then allocates other tensors before their group.
+A run then allocates each tensor outside the block right before the group or operation that first uses the tensor.
 
 Early allocation raises the peak memory above that of the recorded function. If the rise exceeds 64 MiB, tensors above
-1 MiB are allocated right before the first launch that uses them, and freed after the last one, as in the function. The
-launches between two of these allocations or frees are made at once.
+1 MiB are allocated right before the first launch that uses them, and freed after the last launch that uses them,
+as in the function. The launches between two of these allocations or frees are made at once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
 _MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
-# Maximum size in bytes of a small memory. If the peak would rise by more than `_MOST_EXTRA_BYTES`, the block holds only
-# small temporaries. Other small memories may then stay allocated for some steps after their last use.
+# Maximum size in bytes of a small tensor. If the peak would rise by more than `_MOST_EXTRA_BYTES`, the block holds only
+# small temporaries. Small tensors outside the block may then stay allocated for some steps after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 
@@ -51,7 +51,7 @@ class Record:
         self._device = recording.device
         self._empty = EMPTY_STRIDED[recording.device.type]
         num_inputs = sum(memory.made_by == "caller" for memory in recording.memories)
-        # Entries for memories that a run allocates. The last entry is for the block.
+        # Entries of `memory` for the tensors that a run allocates. The last entry is for the block.
         self._others = (None,) * (len(recording.memories) - num_inputs + 1)
         self._is_below_autocast = torch.is_autocast_enabled(recording.device.type)
         plan = _Plan(recording, frees_inputs)
@@ -64,8 +64,8 @@ class Record:
         """Repeat the recording and return its outputs.
 
         Args:
-            memory: the inputs. This call appends the memories that it allocates. With `frees_inputs`, it replaces
-                each input, except parameters and outputs, by None after the input's last use.
+            memory: the inputs. This call appends the tensors that it allocates. With `frees_inputs`, this call also
+                replaces each input, except parameters and outputs, by None after the input's last use.
         """
         memory += self._others
         empty = self._empty
@@ -134,11 +134,11 @@ def _unseen_by_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Plan:
-    """Decides where each memory of a recording is placed, and divides the recording's steps into segments."""
+    """Decides where each tensor of a recording is placed, and divides the recording's steps into segments."""
 
     def __init__(self, recording: Recording, frees_inputs: bool):
         steps, memories = recording.steps, recording.memories
-        # index of a recorded memory -> (index in a run's `memory`, byte offset)
+        # index in `Recording.memories` -> (index in a run's `memory`, byte offset)
         self.places = {index: (index, 0) for index in range(len(memories))}
         self.scratch: list[tuple[int, int] | None] = [None] * len(steps)
         block = len(memories)
@@ -149,7 +149,7 @@ class _Plan:
         ]
         block_bytes = self._place(temporaries, block)
         in_block = {index for *_, index in temporaries}
-        freed = {  # the memories that a run frees, or allocates and returns
+        freed = {  # tensors that a run frees, or allocates and returns
             index: memory
             for index, memory in enumerate(memories)
             if memory.steps and (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
@@ -167,7 +167,7 @@ class _Plan:
         self.segments = self._segments(steps, own, (block, block_bytes), is_at_once)
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
-        """Let memories share bytes if they are never in use at the same time. Return the size of the block in bytes."""
+        """Place temporaries in the block. Those in use at the same time share no bytes. Return the block's bytes."""
         placed: list[tuple[int, int, int, int]] = []
         for size, first, last, index in sorted(temporaries, key=lambda entry: (-entry[0], entry[1])):
             offset = 0
@@ -179,7 +179,8 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Add memory for descriptors that kernels make. Kernels share the memory, because they run in sequence."""
+        """Append a buffer for descriptors that kernels make to the block of `num_bytes`, and return the new size. All
+        kernels share the buffer, because they run in sequence."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))
@@ -187,7 +188,7 @@ class _Plan:
     def _segments(
         self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int], is_at_once: bool
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
-        """Return (first step, step after the last, allocations, indices of memories to free afterwards) per segment."""
+        """Return (first step, step after the last, allocations, indices in `memory` to free afterwards) per segment."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
         cuts = {0}
         for at, step in enumerate(steps):
@@ -215,7 +216,7 @@ class _Plan:
 
 
 def _peak(memories: Iterable[Memory]) -> int:
-    """Return the largest number of bytes in use in a step if each memory is freed after its last use."""
+    """Return the largest number of bytes in use at any step if each tensor is freed after its last use."""
     changes: Counter[int] = Counter()
     for memory in memories:
         changes[0 if memory.made_by == "caller" else memory.steps[0]] += memory.num_bytes

@@ -1,7 +1,7 @@
 """Records what a function does with tensors: its kernel launches, its allocations and its other PyTorch operations.
 
-The function runs as usual, with real results. Each tensor that the function uses is identified by its memory:
-an input, or an allocation of the function. `record.py` repeats the sequence on other tensors.
+The function runs as usual, with real results. Each tensor that the function uses is identified by its `Memory`: an
+input, an allocation, or a result of a PyTorch operation. `record.py` repeats the recorded steps on other tensors.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Memory:
     num_bytes: int  # size of the storage in bytes
     storage: StorageWeakRef  # weak: the bytes can be freed, but the storage's id `cdata` stays unique
     steps: list[int] = field(default_factory=list)  # indices of the steps that use the memory
-    in_calls: bool = False  # whether a PyTorch operation uses the memory
+    in_calls: bool = False  # whether a PyTorch operation uses the memory, or the function returns it
     is_parameter: bool = False  # whether the memory is a parameter's; replays do not free a parameter's memory
 
 

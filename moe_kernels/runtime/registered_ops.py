@@ -298,7 +298,7 @@ _LIBRARY = torch.library.Library("moe_kernels", "FRAGMENT")
 
 def registered_op(name: str, mutates: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that registers a function as an op. The function may write only to the parameters named in
-    `mutates`, and to counters of a tile table that it leaves at 0. The op runs on the GPU of its first tensor."""
+    `mutates`, and to counters of a tile table, which it must leave at 0. The op runs on the GPU of its first tensor."""
 
     def register(function: Callable[..., Any]) -> Any:
         signature = PackedSignature(function)

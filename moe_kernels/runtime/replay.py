@@ -39,7 +39,7 @@ class Form:
         self.calls = 0
         self.obstacle: str | None = None
         self.record: Record | None = None
-        self.make: Callable[[list[Tensor | None]], Any] | None = None  # makes the result from outputs; None: outputs[0]
+        self.make: Callable[[list[Tensor | None]], Any] | None = None  # outputs -> result; None: result is outputs[0]
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         return self._check(*tensors) and _alignments(tensors) == self._alignments

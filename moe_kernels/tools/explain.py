@@ -299,7 +299,7 @@ def explain_command(options: argparse.Namespace) -> int:
     layer = layer_of(case, dtype, "cuda" if is_here else "meta", **settings)
     try:
         steps = layer.plan(None if is_here else target) if HAS_TRITON else []
-    except ValueError as error:  # the format or the precision does not take these sizes
+    except ValueError as error:  # the format or the precision does not support the layer's sizes
         print(f"moe_kernels explain: {error}", file=sys.stderr)
         return 2
     print_steps(layer, steps, target)

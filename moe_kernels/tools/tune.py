@@ -112,7 +112,7 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; a call also pins the entry's kernel, if any
+    is_known: Callable[[Table], bool]  # whether the table has the entry; the call pins a kernel that the entry names
     measure: Callable[[], Table]  # returns a table with only this entry, or an empty table if no kernel fits
 
 
@@ -216,8 +216,8 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return a function for each `Copies`, the choice of gathers that run as separate copies. The function runs
-    `fused_experts` and its backward with this choice."""
+    """Return a function for each `Copies`, which says which gathers run as separate copies. The function pins this
+    choice, and runs `fused_experts` and its backward."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)
@@ -269,7 +269,8 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """Return a job that tunes packed rows times one shared matrix, first stored by rows, then stored by columns."""
+    """Return a job that tunes packed rows times one shared matrix. The matrix is stored by rows in the first entry
+    and by columns in the second."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups
@@ -284,7 +285,7 @@ def tune(jobs: list[Job], path: Path, *, seconds: float, again: bool, **fields: 
     """Measure entries missing from the table at `path`. Write the table after each entry. Return whether time sufficed.
 
     Args:
-        seconds: time after which no measurement starts.
+        seconds: number of seconds after which no further measurement starts.
         again: also measure entries that the table already has.
         fields: further fields of the file, such as versions.
     """

@@ -51,7 +51,7 @@ def deepseek_v3(config: ModelConfig) -> RouterSpec:
 
 
 def dots(config: ModelConfig) -> RouterSpec:
-    if config.values.get("scoring_func") == "noaux_tc":  # published files' name for sigmoid scores with a bias
+    if config.values.get("scoring_func") == "noaux_tc":  # in published files, this means sigmoid scores with a bias
         config = replace(config, values=config.values | {"scoring_func": "sigmoid"})
     return deepseek_v3(config)
 

@@ -170,7 +170,7 @@ def importance_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = 
 def router_z_loss(routing: LayerRouting, *, num_tokens: int | Tensor | None = None) -> Tensor:  # scalar
     """Return the mean over tokens of logsumexp(logits) ** 2, which keeps logits small. Zero logits give (ln E) ** 2.
 
-    Permutations of experts or tokens, and padding, do not change the loss. With the batch's `num_tokens`, the losses of
+    Permutations of experts or tokens, and padding, do not change the loss. With a batch's `num_tokens`, the losses of
     its calls add up to the loss of the batch. By default, the batch's loss is the mean of its calls' losses, if calls
     have equally many tokens.
 

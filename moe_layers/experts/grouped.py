@@ -246,7 +246,7 @@ class GroupedExperts(nn.Module):
         }
 
     def _forms(self, parts: ExpertWeights, weights: ExpertWeights) -> ScaledForms | None:
-        """Return the current weights in e4m3 from the cache, or None if the op must quantise the weights."""
+        """Return the current weights in e4m3 from the cache, or None if the experts' op must quantise the weights."""
         if isinstance(self.w_up, QuantizedExperts):
             return None
         own, local, given = ((each.w_up, each.w_down) for each in (self, parts, weights))

@@ -8,7 +8,7 @@ several elements is missed with a probability of about 2**-32. See `moe_kernels.
 
 Nothing is cached in CUDA graphs, in compiled code and under FSDP. CUDA graphs replay without this code, so changes of
 the weights could be missed. FSDP gathers the weights for each forward, and a cache would hold the whole model. Without
-a cache, the op quantises each weight right before the GEMM that reads the weight.
+a cache, the experts' op quantises each weight right before the GEMM that reads the weight.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class KeptForms:
         weights: tuple[Tensor, Tensor],  # `parts`, converted to the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
-        """Return the current weights in e4m3, or None if nothing may be cached and the op must quantise them."""
+        """Return the current weights in e4m3, or None if nothing may be cached. The experts' op then quantises the
+        weights."""
         # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. FSDP gathers weights for each forward, so nothing is cached.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None

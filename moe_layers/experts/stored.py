@@ -115,7 +115,7 @@ class QuantizedExperts(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # Refuse other dtypes, because copying would convert the integers and change the stored bits.
+        # Refuse a dtype other than that of the held tensor, because copying would convert the integers and change bits.
         wrong = []
         for name, dtype in self._stored_dtypes.items():
             held = getattr(self, name).dtype

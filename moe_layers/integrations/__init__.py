@@ -1,2 +1,2 @@
-"""Runs this package's experts in models of other libraries. Code outside this folder does not import these modules,
-because these modules import the other libraries."""
+"""Runs this package's experts in models of other libraries. Code outside this folder does not import the folder's
+modules, because the folder's modules import the other libraries."""

@@ -3,7 +3,7 @@
 kernel_config:
   name: moe_layers
 
-The process that trains must import this module first.
+The process that trains must import this module before LLaMA-Factory starts.
 """
 
 from __future__ import annotations

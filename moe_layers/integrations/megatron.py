@@ -40,7 +40,7 @@ class GroupedExperts(MegatronModule):
 
     `weight1` holds the gate rows before the up rows. H is the width of the tokens. With `gradient_accumulation_fusion`,
     backward adds each weight's gradient to the weight's `main_grad`, in the dtype of `main_grad`. With
-    `delay_wgrad_compute`, `backward_dw` computes the weights' gradients instead of backward.
+    `delay_wgrad_compute`, backward does not compute the weights' gradients, and `backward_dw` computes them later.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -106,8 +106,8 @@ class GroupedExperts(MegatronModule):
         self._hooks.append(hook)
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
-        """Return the gradient [E, out, in]. With `gradient_accumulation_fusion`, add the gradient to `main_grad`
-        instead. Then return a placeholder if Megatron's hooks expect a gradient of the weight, else None."""
+        """Return the gradient [E, out, in]. If gradients are fused into `main_grad`, add the gradient to `main_grad`
+        instead, and return a placeholder if Megatron's hooks expect a gradient of the weight, else None."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
@@ -158,7 +158,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may unpack a `weight` without `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a tensor without `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

@@ -71,7 +71,7 @@ class FusedExperts(GroupedExperts):
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Computes routed experts by one op if all are local. Otherwise torchtitan's own forward dispatches the rows."""
+    """Computes routed experts by one op if `is_local`. Otherwise torchtitan's own forward dispatches the rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):

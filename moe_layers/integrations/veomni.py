@@ -44,7 +44,7 @@ def fused_moe_forward(
     """Compute the experts. The signature is that of VeOmni's own kernels. Outputs are weighted and summed in float32.
 
     Raises:
-        ValueError: gate and up are two parameters, or ranks share the experts.
+        ValueError: gate and up are two parameters, or expert parallelism is enabled.
     """
     if fc1_1_2_weight is None or fc1_1_weight is not None or fc1_2_weight is not None:
         raise ValueError("fused_moe_layers: gate and up must be one parameter, fc1_1_2_weight, got two")

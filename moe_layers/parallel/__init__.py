@@ -1,1 +1,1 @@
-"""Experts shared by the ranks of a process group."""
+"""Experts sharded over the ranks of a process group."""

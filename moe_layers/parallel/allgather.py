@@ -36,9 +36,9 @@ class AllGatherDispatcher(RankDispatcher):
     an all-to-all sends T * K * (P - 1) / P tokens instead. If P <= K, an all-gather therefore sends no more tokens than
     an all-to-all. All ranks must have equally many tokens.
 
-    A rank may compute at most `max_rows_factor` rows per slot of its own. More rows are an error. A rank has T * K
-    slots of its own, or fewer with a capacity or `TokenExpertPairs`. Without a limit, the host waits for the number of
-    rows while the tokens are in flight.
+    A rank may compute at most `max_rows_factor` times as many rows as its tokens have slots. More rows are an error.
+    The T tokens of a rank have T * K slots, or fewer with a capacity or `TokenExpertPairs`. Without a limit, the host
+    waits for the number of rows while the tokens are in flight.
     """
 
     def dispatch(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> Iterator[ExpertRows]:

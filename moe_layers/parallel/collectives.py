@@ -1,4 +1,5 @@
-"""Collectives between the ranks that share experts, as functional ops whose results a checkpointed region can save."""
+"""Collectives between the ranks that hold one layer's experts. The collectives are functional ops, whose results a
+checkpointed region can save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: the ranks of a mesh share the experts of a layer.
+"""Expert parallelism: the experts of a layer are sharded over the ranks of a mesh.
 
 Experts become DTensors sharded along their first axis. Router, shared expert and everything else stay replicated. The
 gradients of replicated parameters are averaged like those of the rest of the model, for instance by FSDP2:
@@ -223,7 +223,7 @@ def expert_share(op: str, mesh: DeviceMesh, num_experts: int) -> range:
 
 
 def _check_held(op: str, module: Any, share: range) -> None:
-    """Raise ValueError unless the layer holds all experts or exactly this share."""
+    """Raise ValueError unless the layer holds all experts or exactly those in `share`, as plain parameters."""
     experts = module.experts
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
         raise ValueError(f"{op}: experts must be plain parameters, got DTensors: apply it once, before fully_shard")

@@ -19,7 +19,7 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # maximum wait for other ranks; errors must be raised within 20 s, but stores time out late
+SECONDS = 15.0  # maximum wait for other ranks; errors are due within 20 s, and stores exceed their timeouts
 _turns: Counter[str] = Counter()  # `_group(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op

@@ -38,7 +38,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
     A chunk's tokens are sent while the previous chunk is computed. A chunk's outputs are sent while the next chunk is
     computed. No computation hides the first chunk's transfer. The first chunk is therefore small: each later chunk has
     three times as many tokens. The last chunk's outputs are sent in column slices. Backward sends the gradients of
-    outputs in the same order, and sends the gradients of tokens while weight gradients are computed. Each weight
+    outputs chunk by chunk, and sends the gradients of tokens while weight gradients are computed. Each weight
     gradient is one product over all chunks, so more chunks need no further gradient memory. On GPUs, tokens are copied
     from GPU to GPU, see `PeerCopies`. A checkpointed region communicates again when the region is recomputed. Forward
     hooks of the experts see uninitialised outputs, because the outputs arrive later.
@@ -69,7 +69,7 @@ class OverlappedDispatcher(AllGatherDispatcher):
 
 
 def check_overlaps(experts: ExpertsOfRank) -> None:
-    """Raise NotImplementedError if the experts have an option that this dispatcher does not support."""
+    """Raise NotImplementedError if the experts have an option that `OverlappedDispatcher` does not support."""
     if experts.weight_on_input or experts.recompute is not None or experts.batch_invariant:
         settings = {name: getattr(experts, name) for name in ("weight_on_input", "recompute", "batch_invariant")}
         raise NotImplementedError(f"ExpertParallel: the overlapped dispatcher has none of {settings}")
@@ -111,7 +111,7 @@ class _Plan:
     def __call__(
         self, tokens: Tensor, topk_weights: Tensor, weights: ExpertWeights, adapters: ExpertAdapters | None
     ) -> Tensor:  # [T, D]
-        """Compute the experts. Return uninitialised memory, into which `wait` writes the outputs."""
+        """Compute the experts. Return an uninitialised tensor, into which `wait` writes the outputs."""
         factors = Adapters() if adapters is None else Adapters.of(adapters, weights)
         with torch.cuda.device_of(tokens):
             return _Overlapped.apply(self, tokens, topk_weights.float(), *weights, *factors)
@@ -135,8 +135,8 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """Reserve memory that suffices in forward and in backward. If backward had to reserve larger memory, forward's
-        memory would never be freed."""
+        """Reserve memory that suffices in forward and in backward. If backward had to reserve a larger allocation, the
+        allocation of the forward would never be freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 

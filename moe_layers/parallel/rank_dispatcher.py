@@ -52,7 +52,7 @@ class RankDispatcher(ABC):
     """Sends tokens to the ranks of their experts, and sends the outputs back.
 
     Args:
-        ranks: the ranks that share the experts, with equally many experts each.
+        ranks: the ranks over which the experts are sharded. Each rank holds equally many experts.
         max_rows_factor: limit on the rows that a rank computes, as a multiple of its even share of each chunk's rows.
             Default: None, no limit.
         chunks: number of parts into which tokens are split; one part is sent while another is computed. Default: 1.

@@ -103,7 +103,7 @@ class PeerCopies(Transport):
         self.timeout_ms = int(timeout.total_seconds() * 1000)
         self.stream = torch.cuda.Stream(device)
         self._memory: Tensor | None = None
-        self._outgrown: list[Tensor] = []  # earlier, smaller memory; never freed, because CUDA graphs may use it
+        self._outgrown: list[Tensor] = []  # earlier, smaller allocations; never freed, as CUDA graphs may use them
         self.under_way: set[object] = set()  # operations in flight, kept until the copy stream has used their tensors
         self._used_bytes = 0
         self.num_begun = 0
@@ -133,7 +133,8 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # `_last` is None once a stream has waited for the event. A CUDA graph's capture must not wait for older work.
+        # Wait only if no stream has waited for the last operation yet, because the capture of a CUDA graph must not
+        # wait for work from before the capture.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()
@@ -160,7 +161,7 @@ class PeerCopies(Transport):
                 events.append(self.stream.record_event())
             self.end()
         for place, own in zip(places, tensor.split(lengths), strict=True):
-            place[self.rank].copy_(own)  # copy this rank's part while the other parts are in flight
+            place[self.rank].copy_(own)  # copy this rank's rows while other ranks' rows are in flight
 
         def arrive(part: int) -> Tensor:
             self.wait(events[part])
@@ -235,7 +236,7 @@ def _by_rank(tensor: Tensor, size: int) -> Tensor:  # [P, n, ...]
 
 
 def _empty_parts(size: int, tensor: Tensor, lengths: list[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return uninitialised memory for all ranks' `tensor`, and a view of `size * length` rows for each part."""
+    """Return an uninitialised tensor for the rows of all ranks, and a view of `size * length` rows for each part."""
     whole = tensor.new_empty(size * len(tensor), *tensor.shape[1:])
     return whole, whole.split([size * length for length in lengths])
 

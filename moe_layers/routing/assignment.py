@@ -11,9 +11,9 @@ the weights of the assigned experts, with gradients. A slot without an expert is
 | `TokenRounding` | its top-k, plus or minus some, so that GEMM tiles are full | on the whole call: not causal |
 
 With a choice that depends on the whole call, a token's result depends on other sequences and on the split of a batch
-into calls. A sampler that processes one token at a time then gets other results. To return the choice to the
-router, set `layer.router.assignment = None`. Padding gets no expert and does not affect other tokens, except that
-`ExpertChoice` counts padding in the number of tokens.
+into calls. A sampler that processes one token at a time then gets other results than a call on whole sequences. To
+return the choice to the router, set `layer.router.assignment = None`. Padding gets no expert and does not affect other
+tokens, except that `ExpertChoice` counts padding in the number of tokens.
 """
 
 from __future__ import annotations

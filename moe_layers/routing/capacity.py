@@ -24,7 +24,8 @@ class CapacityFactor:
     Sources: section 2.2 of https://arxiv.org/abs/2101.03961; "weight": section 4 of https://arxiv.org/abs/2106.05974.
 
     Args:
-        factor: capacity as a multiple of an even share. Below 1, fewer rows are computed and saved for backward.
+        factor: capacity as a multiple of an even share. With a factor below 1, fewer rows are computed, and saved for
+            backward, than without a capacity.
         by: selects the slots that an expert keeps. "position" (default) keeps the first slots in token order, whatever
             tokens follow. "weight" keeps the slots with the largest routing weights, and on ties the first slots.
             "weight" reads later tokens, and is therefore not causal.
@@ -42,7 +43,7 @@ class CapacityFactor:
         check_choice("CapacityFactor", "by", self.by, ("position", "weight"))
 
     def of(self, sequence_length: int, num_experts: int, top_k: int) -> int:
-        """Return an expert's capacity: the largest number of slots that it takes in a sequence."""
+        """Return the capacity: the maximum number of slots that one expert takes in a sequence."""
         return even_share(self._ratio, sequence_length * top_k, num_experts)
 
 

@@ -109,8 +109,8 @@ class TokenRounding(_AcrossTokens):
     experts that the token gets. If a call has fewer tokens than the multiple, no expert gets any token. Use this
     assignment only for training, with many more tokens than the multiple.
 
-    Experts have at most T * top_k rows plus the rows that rounding adds. Choice and weights are [T, E], and the weights
-    are saved for backward.
+    All experts together have at most T * top_k rows plus the rows that rounding adds. Choice and weights are [T, E],
+    and the weights are saved for backward.
 
     Source: https://arxiv.org/abs/2512.14080.
 

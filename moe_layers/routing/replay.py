@@ -67,9 +67,9 @@ class RoutingReplay:
     ) -> RoutingReplay:
         """Return the record of one forward of `model` over sequences that an inference engine sampled.
 
-        Padding gets -1. Tokens beyond the end of a sequence's array also get -1. For example, the engine never runs the
-        last token. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make one
-        record per forward.
+        Padding gets -1. Tokens beyond the end of a sequence's array also get -1, for example the last token, which the
+        engine never runs. A transformers model keeps its own choice for -1. If a batch runs in several forwards, make
+        one record per forward.
 
         Shapes: attention_mask [B, S].
 

@@ -77,7 +77,7 @@ class Slots(NamedTuple):
     topk_experts: Tensor  # [T, K] int32; -1 for a slot that reaches no expert
     topk_weights: Tensor  # [T, K] float32
     logits: Tensor  # [T, E]
-    max_rows: int | None = None  # maximum number of slots that reach an expert; None means T * K
+    max_rows: int | None = None  # upper bound on the number of slots that are not -1; None means T * K
     chosen_experts: Tensor | None = None  # [T, K] int32: `topk_experts` before the capacity; None without a capacity
 
     @property

@@ -51,7 +51,7 @@ def iter_weights(
     Raises:
         ValueError: the layout is unknown, or the engine has no loader for this architecture; `model` is an
             unknown wrapper of a transformers model; experts or tensors are missing on this rank, or sharded by FSDP1 or
-            DeepSpeed; an adapter is not plain LoRA; or weights are in another quantised format.
+            DeepSpeed; an adapter is not plain LoRA; or a weight is in an unsupported quantised format.
     """
     check_kind("iter_weights", "model", model, nn.Module)
     check_choice("iter_weights", "layout", layout, LAYOUTS)

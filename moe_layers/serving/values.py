@@ -13,7 +13,7 @@ from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # names of wrapped modules, which paths of tensors omit
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # attributes of wrappers, which the names of tensors omit
 SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 

@@ -204,7 +204,7 @@ class RowArguments(Arguments):
         return sized_key(form, self.A.dtype, *self.B.shape, num_rows=self.num_rows)
 
     def _row_error(self) -> str | None:
-        """Return the error in A, B, the number of axes of out, the offsets or the index, or None if these are valid."""
+        """Return the error in A, B, out's number of axes, offsets or row_to_token, or None if there is no error."""
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns), num_rows = self.A.shape, self.B.shape, self.out.shape[0]

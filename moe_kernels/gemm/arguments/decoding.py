@@ -14,7 +14,7 @@ from .base import Arguments, index_form, layout_of, rows_bucket, sized_key
 
 
 class QuantizedMatrices(NamedTuple):
-    """A quantised weight [G, out, in] as the second operand of a GEMM: B[g] = weight[g], or its transpose."""
+    """A quantised weight [G, out, in] as a GEMM's second operand: B[g] = weight[g], or weight[g].T if `transposed`."""
 
     weight: QuantizedWeight
     transposed: bool
@@ -29,7 +29,8 @@ class QuantizedMatrices(NamedTuple):
 class DecodingGemmArguments(Arguments):
     """out[start:end] = A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] + bias[g] for every group g.
 
-    B[g] is the quantised matrix g, or its transpose. Rows past the last group are not written. Construct with `of`.
+    B[g] is the quantised matrix g, transposed if `transposed`. `extra_a` and `extra_b` lengthen the reduction by r.
+    Rows past the last group are not written. Construct with `of`.
     """
 
     operand_names = ("A", "out")

@@ -1,4 +1,4 @@
-"""Arguments of grouped GEMMs over contiguous row ranges: the product, and the gradient of the matrices."""
+"""Arguments of grouped GEMMs over contiguous row ranges: the product, and the gradient of its matrices B."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .base import Arguments, RowArguments, index_form, layout_of, rows_bucket, s
 class GroupedGemmArguments(RowArguments):
     """out[start:end] = row_scale * (scale_a * scale_b[g] * (A[start:end] @ B[g]) + bias[g]) for every group g.
 
-    `extra_a` and `extra_b` lengthen the reduction: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is rounded
-    once.
+    `extra_a` and `extra_b` lengthen the reduction by r: A[start:end] @ B[g] + extra_a[start:end] @ extra_b[g] is
+    rounded once.
 
     With an epilogue, the product without the bias is rounded and stored in `preactivation`. `out` gets the activation
     of (stored preactivation + bias). The sum is not rounded before the activation, because rounding could move a value

@@ -35,7 +35,7 @@ class Problem(NamedTuple):
 class ProblemTable(NamedTuple):
     """Problems and tiles, as kernels read them. The table holds addresses, so the tensors must outlive the table."""
 
-    problems: Tensor  # [G, NUM_FIELDS] int64; begins with the pointers, sizes and leading dimensions of `Problem`
+    problems: Tensor  # [G, NUM_FIELDS] int64: row g holds the fields of problem g, listed at NUM_FIELDS
     tile_to_problem: Tensor  # [tiles] int32: index of each tile's problem
     tile_shape: tuple[int, int]  # number of rows and number of columns of a tile of out
 
@@ -49,7 +49,7 @@ class Survey(NamedTuple):
     layouts: tuple[str, str]  # "row", "column" or "mixed", for A and B
     aligned: bool  # whether all addresses and leading dimensions are multiples of 16 bytes
     whole: bool  # whether the length of every contiguous axis is a multiple of 16 bytes
-    separate: bool  # whether no stored row or column of A and B overlaps the next row or column
+    separate: bool  # whether the stored rows or columns of each A and each B do not overlap
     largest: tuple[int, int, int]  # the largest M, the largest N and the largest K
     depths: frozenset[int]  # all different values of K
     area: int  # sum of M * N

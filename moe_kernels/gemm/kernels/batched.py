@@ -1,7 +1,7 @@
-"""Batched GEMM by grouped GEMM kernels. The matrices, stored one after another, are groups of equal size.
+"""Batched GEMM by grouped GEMM kernels. Each matrix of the batch is one group of M rows.
 
-A and out, [L, M, columns] each, are viewed as [L * M, columns]. The tile table is made from sizes that the host
-knows. If B has no batch axis, all rows form one group.
+A and out, [L, M, columns] each, store their matrices one after another and are viewed as [L * M, columns]. The tile
+table is made from sizes that the host knows. If B has no batch axis, all rows form one group.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _grouped(args: GemmArguments) -> GroupedGemmArguments:
-    """Return the arguments of a grouped GEMM that computes the same product, without offsets. No rows follow the last
-    group, so `zero_tail` is False."""
+    """Return the arguments, without offsets, of a grouped GEMM that computes the product of `args`. No rows follow the
+    last group, so `zero_tail` is False."""
     b = args.B if args.B.dim() == 3 else args.B.unsqueeze(0)
     table = args.tile_table
     return GroupedGemmArguments(
@@ -91,7 +91,7 @@ def _offsets_bytes(args: GemmArguments) -> int:
 
 
 def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:
-    """Return the arguments with offsets [G] int32, stored in `memory` if given, else in a new tensor."""
+    """Return `grouped` with offsets [G] int32. The offsets are stored in `memory` if given, else in a new tensor."""
     num_rows, num_groups = len(grouped.out), len(grouped.B)
     size = num_rows // num_groups
     if memory is None:

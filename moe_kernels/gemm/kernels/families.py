@@ -127,7 +127,7 @@ class WrappedGroupedGemm(Kernel):
 
 
 def plain_products(*kernels: Kernel) -> list[GroupedGemmKernel]:
-    """Return the grouped GEMM kernels that neither gather rows nor apply an epilogue."""
+    """Return the grouped GEMM kernels among `kernels` that neither gather rows nor apply an epilogue."""
     grouped = [kernel for kernel in kernels if isinstance(kernel, GroupedGemmKernel)]
     return [kernel for kernel in grouped if kernel.metadata.epilogue is None and not kernel.metadata.design.gather]
 
@@ -151,7 +151,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None) -> TileTable:
-        """Return the tile table in `args`, or else a new table. The kernels use `bounds`, `order` and the counters."""
+        """Return `args.tile_table`, or else a new table. Kernels use its `bounds`, `order` and `num_tiles` counters."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory)
         return args.tile_table

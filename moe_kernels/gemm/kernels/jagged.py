@@ -130,7 +130,8 @@ def _jagged_table_kernel(
     PROGRAM_ENTRIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each program writes PROGRAM_ENTRIES table entries and zeroes some rows outside the groups. Grid: (programs,)."""
+    """Each program writes PROGRAM_ENTRIES table entries. If `out_ptr` is given, each program also zeroes some rows of
+    out outside the groups. Grid: (programs,)."""
     program = tl.program_id(0)
     group = tl.arange(0, G_P2)
     raw_ends = tl.load(offsets_ptr + (group + 1) * offsets_stride, mask=group < G, other=0)
@@ -170,7 +171,8 @@ JAGGED_KERNELS = tuple(map(JaggedGemm, plain_products(*WARP_SPECIALIZED_KERNELS,
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return a copy of this kernel that writes float32. B's gradient is the rounded sum of several float32 results."""
+    """Return a copy of `kernel` that writes float32. The kernel computes one float32 gradient of B for each part of the
+    rows. The sum of these gradients is then rounded."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"

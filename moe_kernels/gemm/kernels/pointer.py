@@ -204,7 +204,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
 
 EXTRA = ("extra_a", "extra_b")
 
-# (tile shape, num_warps, num_stages). The buffers fit into 99 KiB, the smallest shared memory of a supported GPU.
+# (tile shape, num_warps, num_stages). A tile's buffers fit into 99 KiB, the smallest shared memory of a supported GPU.
 _HALF = [((128, 128, 64), 8, 3), ((64, 128, 64), 4, 3), ((16, 128, 64), 4, 3)]
 _TILES = {
     # The last two tiles are narrow, because the matrices of adapters have few columns.

@@ -1,9 +1,10 @@
 """Grouped GEMM for few rows per expert, which decodes quantised weights while loading the weights.
 
 With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes of
-experts that have rows. Decoded values equal `dequantize` in the dtype of the rows, bit for bit. Products are
-accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster. These kernels
-decode the weight again for every tile of rows. In addition, the fastest GEMM kernels need operands that TMA can load.
+experts that have rows. Decoded values equal the results of `dequantize` in A's dtype, bit for bit. Products are
+accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster, for two
+reasons. These kernels decode the weight again for every tile of rows. The fastest GEMM kernels load dequantised
+operands by TMA.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # A's and B's addresses, leading dimensions, contiguous lengths: multiples of PIECE elements
-    OUT_PIECE: tl.constexpr,  # out's addresses, leading dimensions, row lengths: multiples of OUT_PIECE elements
+    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous lengths of A and B: multiples of PIECE elements
+    OUT_PIECE: tl.constexpr,  # addresses, leading dimensions and row lengths of out: multiples of OUT_PIECE elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # device function of the activation, or None

@@ -75,7 +75,7 @@ def _wgrad_kernel(
 
 
 class PointerWgrad(WgradKernel):
-    """Computes `out[g] = A[start:end].T @ dout[start:end]`, or `out[g] += ...`, with one program per tile of out."""
+    """Computes `out[g] = A[start:end].T @ dout[start:end]` (`+=` if `accumulate`), one tile per program."""
 
     accumulates = True
 

@@ -146,7 +146,7 @@ def _streaming_kernel(
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
-    """Computes `GroupedGemmArguments` with B stored as [G, N, K]. The epilogue, if any, is gated. A may be gathered."""
+    """Computes `GroupedGemmArguments` products for B stored as [G, N, K]. A may be gathered. Any epilogue is gated."""
 
     @property
     def epilogues(self) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def _tma_kernel(
     if row_to_token_ptr is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
     else:
-        # The compiler copies 16 bytes at a time if it knows that a_stride and K are multiples of 8.
+        # a_stride and K are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
         a_stride = a_stride // 8 * 8
         K = K // 8 * 8
     if GATED:
@@ -222,10 +222,10 @@ def _kernel(
     return cls(KernelMetadata(name, cls, min_cc, operands, design, epilogue, max_cc, optional_operands=optional))
 
 
-# On Hopper, one pipeline over all tiles was faster only without a gather. Smaller tiles were never the fastest.
+# On Hopper, `flatten` made only kernels without a gather faster. Tiles below 128 x 256 were never the fastest.
 _FLAT = _design((128, 256, 64), 8, 4, flatten=True)
 _GATHER = _design((128, 256, 64), 8, 4, gather=True)
-# Blackwell was not measured. With three stages instead of four, the pipeline over all tiles and a bias fit into shared
+# Blackwell was not measured. With three stages instead of four, a kernel with `flatten` and a bias fits into shared
 # memory. Kernels with an activation are left out on Blackwell, because they spill registers.
 _FLAT_BLACKWELL = _design((128, 256, 64), 8, 3, flatten=True)
 _PLAIN, _FUSED = (("column", None), ("row", None)), (("column", "swiglu"),)

@@ -15,7 +15,7 @@ from .ragged import load_ragged, ragged_descriptor
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
     """Load `columns` of the tokens row_to_token[rows], with zeros from row `end` on."""
-    # The compiler copies 16 bytes at a time if it knows that `stride` and `num_columns` are multiples of 8.
+    # `stride` and `num_columns` are multiples of 8. The rounding tells this to the compiler, for 16-byte copies.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
     inside = rows < end

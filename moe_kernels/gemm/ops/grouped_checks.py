@@ -53,7 +53,7 @@ def check_product(
 
 
 def _check_activation(activation: str, num_columns: int) -> None:
-    """Raise ValueError unless `activation` names a gated activation that fits this number of columns."""
+    """Raise ValueError unless `activation` names a gated activation and `num_columns` is even."""
     if not isinstance(activation, str):
         raise ValueError(
             f"grouped_gemm: activation must be a name, got {activation!r}; apply_activation and fused_experts take more"
@@ -97,8 +97,8 @@ def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
 
     Raises:
         ValueError: `implementation` is not a known name.
-        NotImplementedError: "triton" was chosen for float8 operands, but the GPU cannot multiply float8; "triton" was
-            requested, but its kernels do not support `a`; or `torch.jit.trace` is tracing.
+        NotImplementedError: the result would be "triton", but `a` is float8 and its GPU cannot multiply float8;
+            "triton" was requested, but its kernels do not support `a`; or `torch.jit.trace` is tracing.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

@@ -74,8 +74,8 @@ def grouped_gemm(
         scale_a: scale of each row of a float8 `a`, or of each block of 128 values in a row. The fastest kernels need
             block scales that are stored by columns, as `quantize_rows` returns them.
         scale_b: scale of each column of a float8 `b`, or of each block of 128 x 128 values. Use block scales for both
-            operands or for neither. The fastest kernels need transposed views of contiguous values and block scales,
-            such as the results of `quantize`.
+            operands or for neither. With block scales, the fastest kernels need `b` and `scale_b` as transposed views
+            of contiguous tensors, such as the values and scales that `quantize` returns.
         out: tensor for the result. `out` must share no memory with an operand, and no input may require a gradient.
         out_dtype: default: `out`'s dtype. Without `out`, the default is `a`'s dtype, or bfloat16 for float8. 16-bit
             operands also allow float32. Float8 (e4m3) operands allow float16, bfloat16 and float32.
@@ -179,7 +179,7 @@ def _launch(
         if bias is not None or row_scale is not None:
             kernel = selection.select(scaled)
             assert isinstance(kernel, RowTileKernel)
-            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # both launches read this table
+            scaled = dataclasses.replace(scaled, tile_table=kernel.tile_table(scaled))  # for both launches below
         selection.run(scaled)
         if scaled.tile_table is not None:
             launch_bias_and_scale(product, bias, row_scale, scaled.tile_table)
@@ -305,7 +305,7 @@ def _product_backward(
     bias: Tensor | None,
     row_scale: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all inputs. Inputs other than a, b, bias and row_scale get None."""
+    """Return a gradient for each input of the op. Inputs other than a, b, bias and row_scale get None."""
     needs_a, needs_b, _, needs_bias, needs_scale, *_ = (*ctx.needs_input_grad, False, False)
     da = db = dbias = drow_scale = None
     if row_scale is not None:

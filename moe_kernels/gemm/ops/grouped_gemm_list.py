@@ -99,7 +99,7 @@ class GroupedProblem:
         kernel: Kernel | None = None,
         implementation: str | None = None,
     ) -> GroupedProblem:
-        """Prepare `a_list[g] @ b_list[g]` for every g. A call takes as long as `grouped_gemm_list` without the launch.
+        """Prepare `a_list[g] @ b_list[g]` for every g. Takes as long as `grouped_gemm_list` without its launch.
 
         Shapes: a_list [M, K] each, b_list [K, N] each, out_list [M, N] each.
 
@@ -110,8 +110,8 @@ class GroupedProblem:
 
         Raises:
             ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature,
-                `out_list` does not fit, a matrix requires grad while gradients are recorded, an operand has no
-                contiguous axis, or `kernel` does not support the operands.
+                `out_list` does not fit the products, a matrix requires grad while gradients are recorded, an operand
+                has no contiguous axis, or `kernel` does not support the operands.
             NotImplementedError: a CUDA graph is being captured, or the GPU cannot multiply the float8 operands.
         """
         op = "GroupedProblem.from_lists"

@@ -79,7 +79,7 @@ def jagged_gemm(
     Args:
         group_offsets: 0, then the exclusive END row of each group: one number more than the offsets of `grouped_gemm`.
             CPU offsets are checked. A check on a GPU would need a host synchronisation, so GPU offsets are clamped to a
-            non-decreasing sequence within [0, R]. Rows before the first offset are zeros in the result.
+            non-decreasing sequence within [0, R]. If the first GPU offset exceeds 0, rows before it are zeros.
         implementation: "triton", "reference", or None to choose by device.
 
     Raises:

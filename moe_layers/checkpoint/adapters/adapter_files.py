@@ -6,10 +6,13 @@ that the module declares first. If parametrisations store the parameters in 4 bi
 parameter whose name is alphabetically first. A file does not say which rule PEFT applied. For gated experts,
 the widths of lora_A and lora_B show which parameter each wrapper adapts.
 
-The order of the factors' axes is called orientation. Each orientation is named after a version of PEFT:
+The order of the axes of lora_A and lora_B is called orientation. Each orientation is named after a version of PEFT:
 
-    orientation "0.19"      lora_A [E * r, in], row e * r + i         lora_B [out, r * E], column i * E + e
+    orientation "0.19"      lora_A [E * r, in]                        lora_B [out, r * E]
     orientation "0.18"      lora_A [E * r, out]                       lora_B [in, r * E]
+
+E is the number of experts, and r is the rank. For i < r, row e * r + i of lora_A and column i * E + e of lora_B belong
+to expert e, in both orientations.
 
 PEFT writes orientation "0.19" from version 0.19 on. Earlier versions write "0.18", or "0.19" if a parameter is stored
 as [E, in, out]. Files do not name the orientation.
@@ -51,7 +54,7 @@ class AdapterReport:
         orientation: order of the axes of lora_A and lora_B, "0.19" or "0.18": see the module's docstring.
         told_by: what determined the orientation: "argument", "shapes" or "peft_version".
         used: for each adapted parameter, the names of its lora_A and its lora_B in the file. Each tensor is used once.
-        others: names of tensors that adapt other modules.
+        others: names of tensors that adapt modules other than experts.
     """
 
     directory: str
@@ -79,7 +82,7 @@ class PeftAdapter:
     Attributes:
         layers: maps the full name of an experts module in PEFT's keys to its adapters. Gate rows precede up rows.
         gated: the names in `layers` whose up parameter holds gate and up rows.
-        others: tensors that adapt other modules, by name.
+        others: tensors that adapt modules other than experts, by name.
         config: the values of adapter_config.json.
     """
 
@@ -204,7 +207,7 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     keys = prefix, f"{prefix}.base_layer"
     factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
     widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
-    # The widths fit at most one combination of wrapper order and orientation, because 2F != F.
+    # `widths[0]` fits as gate_up_proj only if gate_up_proj is outermost: no width equals 2 or 4 times itself.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
 
@@ -282,12 +285,12 @@ def write_adapter(
     orientation: str = "0.19",
     interleaved: bool = False,
 ) -> None:
-    """Write an adapter file with unchanged values. Adapters of other modules are copied.
+    """Write an adapter file with unchanged values. Adapters of modules other than experts are copied.
 
     Args:
         layout: "peft" (default). "vllm_3d" has the same tensors, for models whose experts vLLM reads as 3-D tensors.
             "per_expert" is for vLLM's other models, with `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM
-            layouts need adapters of both parameters.
+            layouts need adapters of the up parameter and of the down parameter.
         orientation: the orientation of layout "peft". Default: "0.19", the only orientation of the other layouts.
         interleaved: whether the rows of the up parameter are written as gate 0, up 0, gate 1, ... Default: False.
 

@@ -22,7 +22,7 @@ from ...checks import first_three
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_HUGE_BYTES = 4 << 20  # `prefer_huge_pages` skips tensors of fewer bytes: two pages of 2 MiB
+_HUGE_BYTES = 4 << 20  # 4 MiB, two huge pages; `prefer_huge_pages` skips smaller tensors
 
 DTYPES = {
     "F64": torch.float64,
@@ -106,7 +106,7 @@ class CheckpointFiles:
         return TensorInfo(entry.shape, DTYPES[entry.dtype])
 
     def read(self, name: str, rows: slice | None = None, *, into: Tensor | None = None) -> Tensor:
-        """Return the tensor, or a range of its first axis. Only the bytes of that range are read.
+        """Return the tensor, or the range `rows` of its first axis. Only the bytes of that range are read.
 
         The file is not memory-mapped, because a page fault takes several times as long as copying the page's bytes.
 
@@ -188,8 +188,8 @@ def _memory_of(tensor: Tensor) -> memoryview:
 
 
 def prefer_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back a tensor's untouched memory with huge pages; Linux may ignore this hint. The first access to a
-    small page takes longer than reading the page's bytes from the page cache."""
+    """Ask Linux to use huge pages where a tensor's memory was never accessed. Linux may ignore this request. Huge pages
+    save time, because the first access to a small page takes longer than reading its bytes from the page cache."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or tensor.nbytes < _HUGE_BYTES:
         return
     page = mmap.PAGESIZE

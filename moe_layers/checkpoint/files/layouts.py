@@ -1,8 +1,8 @@
 """Defines the layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
 
 A `Key` names a tensor relative to the MoE block, and maps one expert's matrix in this tensor to rows of our parameters.
-The key's `disk_parts` is a view of the matrix on disk. The key's `parameter_parts` is a view of the parameter with the
-same shape. One `copy_` between the views reads or writes the matrix without changing a bit.
+`Key.disk_parts` returns a view of the matrix on disk. `Key.parameter_parts` returns a view of the parameter. Both views
+have the same shape, so one `copy_` between the views reads or writes the matrix without changing a bit.
 """
 
 from __future__ import annotations
@@ -226,11 +226,11 @@ def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> La
     """Return the layout with this name, for writing.
 
     Args:
-        encoding: encoding of the matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: "", not
-            encoded.
+        encoding: format of quantised matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: "", for
+            matrices that are not quantised.
 
     Raises:
-        ValueError: the name is unknown, or the layout has no tensors for this kind of experts or for their biases.
+        ValueError: the name is unknown, or the layout has no tensors for gated (or plain) experts or for their biases.
     """
     writable = [layout for layout in LAYOUTS if layout.encoding in ("", encoding)]
     names = tuple(dict.fromkeys(layout.name for layout in writable))

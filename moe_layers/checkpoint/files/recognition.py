@@ -47,7 +47,8 @@ def block_of_module(prefixes: list[str], module: str) -> str:
     """Return the prefix of the block that holds a module, such as "model.layers.0.mlp.experts".
 
     transformers renames parts of the names on disk. The block is therefore matched by prefix, else by layer (such as
-    "model.layers.0"), else by layer number. By number, the layers' names may differ only in words such as "model".
+    "model.layers.0"), else by layer number. If only the number matches, the names before the number may differ only in
+    words of `_COMMON`, such as "model".
 
     Raises:
         ValueError: no block matches, or several blocks match.
@@ -145,7 +146,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout that shares most tensor names with the block. Later errors name the missing tensors."""
+    """Return the layout with most tensor names of the block. `Planner` then reports tensors that the block lacks."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

@@ -1,4 +1,4 @@
-"""Reads weights as they are stored: plain, or quantised into a tensor of numbers and a tensor of scales.
+"""Reads weights that a checkpoint stores plain, or quantised as a tensor of numbers and a tensor of scales.
 
 `moe_kernels.quantization.decode` defines the arithmetic of the exact dequantisation. float8 (DeepSeek-V3) has one scale
 per block. Despite its name, the tensor `weight_scale_inv` holds the scales that multiply the numbers. MXFP4 (gpt-oss)
@@ -64,7 +64,7 @@ Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tenso
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return a dict from the name of each weight to its group. The scales of an "mxfp4" weight may be missing.
+    """Return name of each weight -> its group. The group of an "mxfp4" weight names scales even if `names` lacks them.
 
     Packed float4 has the same names as float8 and is returned as "float8"; `describe` distinguishes the two by dtype.
     """

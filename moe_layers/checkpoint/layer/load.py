@@ -54,7 +54,7 @@ def load_safetensors(module: nn.Module, path: str | os.PathLike[str]) -> None:
         shape, dtype = tuple(state[name].shape), state[name].dtype
         if stored[name].shape != shape:
             problems.append(f"wrong shape: {name} is {tuple(stored[name].shape)} in the file, must be {shape}")
-        # Dtypes in `_DTYPES` convert to each other. Other dtypes must match exactly, because the file has no scales.
+        # Tensors with dtypes in `_DTYPES` are converted. Other dtypes must match, because a conversion may need scales.
         allowed = tuple(_DTYPES.values()) if dtype in _DTYPES.values() else (dtype,)
         if stored[name].dtype not in allowed:
             problems.append(f"wrong dtype: {name} is {stored[name].dtype} in the file, must be one of {allowed}")
@@ -105,7 +105,7 @@ def load_layer(
     Raises:
         ValueError: the architecture is not supported; a file is damaged or missing, or not on the hub; a tensor is
             missing, left over, ambiguous or of a wrong shape; config.json and the tensors disagree about the number of
-            experts; weights would be rounded without a `dtype`; scales are not finite; `keep_quantized` does not
+            experts; weights would be rounded and `dtype` is None; scales are not finite; `keep_quantized` does not
             support the experts' format; the mesh does not fit the number of experts, or is given together with
             `experts`. The message names the cause, and no layer is returned.
     """
@@ -156,7 +156,7 @@ def load_layer(
 
         from ...parallel.expert_parallel import ExpertParallel
 
-        # No broadcast is needed, because every rank has read the same files.
+        # `src_data_rank=None` omits the broadcast from one rank, because every rank has read the same files.
         parallelize_module(module, mesh, expert_parallel or ExpertParallel(), src_data_rank=None)
     return (module, report) if return_report else module
 
@@ -166,10 +166,10 @@ class _HubModel:
 
     def __init__(self, name: str):
         self.name = name
-        self._commit: str | None = None  # commit of the first download, which later downloads use
+        self._commit: str | None = None  # commit of the first download; later downloads use the same commit
 
     def download_names(self) -> Path:
-        """Download the configuration and the index of the tensors. Without an index, download the model's only file."""
+        """Download config.json and the index of the tensors. If there is no index, also download model.safetensors."""
         folder = self.download((CONFIG, INDEX))
         return folder if (folder / INDEX).is_file() else self.download((SINGLE,))
 
@@ -194,7 +194,7 @@ class _HubModel:
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: _HubModel | None) -> None:
-    """Download the files that hold these tensors, and check that the files exist. Skip names that no file holds."""
+    """Download these tensors' files if `hub` is given. Check that the files exist. Skip names that no file holds."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})

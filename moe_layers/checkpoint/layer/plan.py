@@ -112,7 +112,7 @@ class Planner:
                 or the configuration and the tensors disagree about the number of experts.
         """
         sizes = Sizes.of(config)
-        # Find the shapes of weights that hold all experts. Problems are ignored here, because `_fill` reports them.
+        # Find the shapes of weights that hold all experts. `[]` drops the problems, because `_fill` reports them later.
         described = {name: self._describe(name, []) for name in self.block.weights if name in _STACKED}
         stacked = {name: held.shape for name, held in described.items() if held is not None}
         layout = choose_layout(

@@ -38,8 +38,8 @@ def save_layer(
     """Write a directory that `from_checkpoint` reads. Values keep every bit.
 
     A layer that was read from a checkpoint keeps the checkpoint's names and configuration. Other layers get this
-    package's names, and `config.to_dict()` as their configuration. `noise` and `assignment` are not saved. Experts in
-    FP8 with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
+    package's names, and `config.to_dict()` as their configuration. The layer's `noise` and `assignment` are not saved.
+    Experts in FP8 with block scales or in MXFP4 keep their stored bytes, for `from_checkpoint(keep_quantized=True)`.
 
     Args:
         directory: must be empty or not exist.

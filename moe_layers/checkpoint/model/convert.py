@@ -44,9 +44,9 @@ def convert(
 ) -> None:
     """Write the model in `source` to `target`, with the experts in another layout.
 
-    Tensors that are not quantised keep every bit. All quantised weights are dequantised. Weights that the source holds
-    for zero experts are left out, because zero experts use no weights. Memory holds at most one output shard, plus one
-    tensor or one expert's matrix of the source. Small files, such as the tokenizer, are copied.
+    Tensors that are not quantised keep every bit. All quantised weights are dequantised. Zero experts return their
+    token unchanged; if the source holds weights for zero experts, these weights are left out. Memory holds at most one
+    output shard, plus one tensor or one expert's matrix of the source. Small files, such as the tokenizer, are copied.
 
     Args:
         dtype: dtype of weights that were quantised; all other weights keep their dtype. Default: bfloat16.
@@ -55,8 +55,8 @@ def convert(
     Raises:
         ValueError: the layout does not exist, cannot hold these experts, or has names that would not be recognised as
             experts of the block; the source is damaged, incomplete or in an unknown layout; the tensors, the router and
-            config.json disagree about the experts; the experts have several dtypes, or tensors that no layout has; or
-            `target` already holds files.
+            config.json disagree about the experts' number or size; the experts have several dtypes, or tensors outside
+            the source's layout; float8 scales are ambiguous; or `target` already holds files.
     """
     with CheckpointFiles(source) as files:
         values = read_json(files.directory / CONFIG)
@@ -102,7 +102,8 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
 
 
 def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
-    """Raise ValueError unless tensors, router and configuration agree about the number and size of the experts."""
+    """Raise ValueError unless tensors, router and configuration agree about the number and size of the experts. Also
+    raise ValueError if `ambiguous_scales` finds float8 scales that can be read in two ways."""
     prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
     if found.num_routed != sizes.num_experts:
         raise ValueError(

@@ -75,7 +75,7 @@ def repair(directory: str | os.PathLike[str]) -> RepairReport:
 
 
 def _undo_interrupted(directory: Path) -> None:
-    """Restore the old files if a repair was interrupted. Remove the old files if the repair was complete."""
+    """Delete the backups if the last repair put all new files in place. Otherwise, restore the old files."""
     partial, backups = directory / _PARTIAL, sorted(directory.glob(f"model*{_BACKUP}"))
     if (partial / _DONE).is_file():
         for path in backups:
@@ -93,7 +93,7 @@ def _undo_interrupted(directory: Path) -> None:
 
 
 def _names_and_files(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return the tensors of a checkpoint by name, and the names of its files, including the index."""
+    """Return shape and dtype of each tensor of a checkpoint, and the names of all its files, including the index."""
     with CheckpointFiles(directory) as files:
         files.require(files.file_of)
         infos = {name: files.info(name) for name in files.file_of}

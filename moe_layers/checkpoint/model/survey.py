@@ -24,7 +24,7 @@ class BlockSurvey:
         num_routed: number of experts that the router chooses from, without zero experts.
         config: the configuration of the model, with the index of the block's layer.
         num_bytes: number of bytes of all weights of the block on disk.
-        wrong: the reasons why no layout fits; empty if a layout fits.
+        wrong: if no layout fits, the errors of the layout with the fewest errors; otherwise empty.
     """
 
     block: Block
@@ -77,8 +77,8 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return the fitting layouts with their sizes. If none fits, also return the errors of the layout with the fewest
-    errors."""
+    """Return each layout that fits the block, with the sizes of the experts. If none fits, also return the errors of
+    the layout with the fewest errors."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]

@@ -189,8 +189,8 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     Args:
         name: key of the adapter, in the state dict `experts.lora.<name>`. Default: "default".
         dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
-            are often too small for 16 bits. The op rounds factors to the weights' dtype. With None, factors have the
-            weights' dtype.
+            are often too small for 16 bits. The experts' op rounds factors to the weights' dtype. With None, factors
+            have the weights' dtype.
 
     Raises:
         ValueError: the name is taken or unusable, or `fully_shard` was applied.

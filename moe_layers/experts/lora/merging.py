@@ -52,13 +52,14 @@ def merge_lora(
         names: names of the adapters to merge. Default: the active adapters.
         keep_base: keep the adapters, and a copy of the weights in host memory, for `unmerge_lora`. Default: False.
         requantize: store quantised weights in their format again. A change that is small relative to the steps of the
-            format is lost in the rounding.
+            format is lost in the rounding. Default: False.
         least_kept: with `requantize`, the share of the change that must survive (see Returns). Default: 0.5. A value
             of 0 accepts any loss.
 
     Returns:
-        with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2. The share is
-        0 if rounding changes the weight more than the adapter does. Without `requantize`, the dict is empty.
+        with `requantize`, the share of the change that survived, by projection: 1 - |lost|^2 / |change|^2. `change` is
+        the sum of the adapters' products, and `lost` is the rounding error. The share is 0 if |lost| > |change|.
+        Without `requantize`, the dict is empty.
 
     Raises:
         NotImplementedError: the experts are quantised and sharded over ranks.

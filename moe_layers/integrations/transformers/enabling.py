@@ -69,7 +69,7 @@ class EnableReport:
     Attributes:
         blocks: number of MoE blocks.
         kinds: (class, activation, path) -> number of blocks. A path is "experts interface" or "replaced forward".
-        adapted: names of the parameters whose PEFT adapters (LoRA) are computed with the experts.
+        adapted: names of the parameters whose PEFT adapters (LoRA) the experts' op computes.
         quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
         adapted_by_wrapper: name of a parameter or an experts module -> reason why PEFT's wrapper computes the adapters.
     """
@@ -101,9 +101,9 @@ class _State:
     experts: list[nn.Module]
     replaced: list[nn.Module]  # modules whose forward was replaced
     places: list[Place]
-    hooks: list[RemovableHandle]  # the hook `_check_targets` of the innermost of `models` that has experts
-    models: list[nn.Module]  # transformers models, which may have `peft_config`
-    adapters: dict[str, Any] = field(default_factory=dict)  # checked adapters: name -> PEFT's configuration
+    hooks: list[RemovableHandle]  # the hook `_check_targets` on the innermost model that contains the experts
+    models: list[nn.Module]  # all transformers models in the enabled model; each may have `peft_config`
+    adapters: dict[str, Any] = field(default_factory=dict)  # name -> PEFT's configuration, see `warn_of_missed_targets`
 
     def __post_init__(self) -> None:
         _STATES.add(self)
@@ -239,7 +239,7 @@ def _selectable(model: nn.Module) -> set[int]:
 def disable(model: nn.Module) -> None:
     """Undo `enable` and restore the model's previous state. Also end the routers' statistics, losses and counts.
 
-    Later changes by other code remain: hooks and wrappers of replaced forwards, and another `experts_implementation`.
+    Other code's later changes remain: wrappers and hooks on replaced forwards, and another `experts_implementation`.
 
     Raises:
         ValueError: the model is not enabled, or `shard_experts` sharded its experts.

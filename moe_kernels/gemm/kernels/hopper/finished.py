@@ -51,7 +51,7 @@ def waiting(rounded, PIECES: gl.constexpr):
 
 @aggregate
 class Bias:
-    """A bias [G, N] whose rows are multiples of 16 bytes long. Functions take None if there is no bias."""
+    """A bias [G, N] whose rows are multiples of 16 bytes long. Without a bias, functions take None instead."""
 
     pointer: gl.tensor
     stride: gl.tensor

@@ -80,7 +80,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
 
 
 def _kernel(dtype: torch.dtype, b_layout: str, gather: bool) -> WarpSpecializedActivationGradient:
-    # Wider tiles leave too little shared memory for five buffers. With fewer buffers, wider tiles are not faster.
+    # Tiles wider than COLUMNS leave too little shared memory for five buffers, and are not faster with fewer buffers.
     design = WarpSpecializedDesign((128, COLUMNS, 64), 12, 5, gather, persistent=True, tma=True)
     tma = Operand(dtype, "row", 16)
     operands = GemmOperands(tma, Operand(dtype, b_layout, 16), tma)

@@ -1,13 +1,13 @@
 """Warp-specialised, persistent grouped GEMM with the gradient of a gated activation in its epilogue.
 
-The product dA' = A @ B[g] is the gradient of the activation before multiplication by the row weights. A finished tile's
-dA' stays in registers, rounded to the dtype of the results. A separate kernel would read the same rounded values. Among
+Multiplying the product dA' = A @ B[g] by the row weights gives the gradient of the activation. A finished tile's dA'
+stays in registers, rounded to the dtype of the results. A separate kernel would read the same rounded values. Among
 the next tile's first steps, every SPACING-th step also computes a piece of the finished tile's gradient. The steps in
 between keep the tensor cores busy during the computation of a piece.
 
 Each consumer has two buffers for pieces of H, the preactivation. The consumer overwrites a piece of H with the same
-piece of its gradient dH, and stores dH from the buffer. The step before the computation of piece p starts to load piece
-p + 1. The first two pieces of a tile are loaded before the tile is finished.
+piece of dH, the gradient of H, and stores dH from the buffer. The step before the computation of piece p starts to load
+piece p + 1. The first two pieces of a tile are loaded before the tile is finished.
 """
 
 from triton.experimental import gluon
@@ -23,10 +23,10 @@ from .tiles import Tiles, tile_at
 
 @aggregate
 class Staged:
-    """A consumer's buffers in shared memory for two pieces of a tile."""
+    """A consumer's buffers in shared memory for two pieces of a tile. A piece has PIECE_N columns."""
 
-    gate: gl.shared_memory_descriptor  # gate columns of H, later of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N], like `up`
-    up: gl.shared_memory_descriptor
+    gate: gl.shared_memory_descriptor  # gate columns of H, later of dH; [2, 1, 1, BLOCK_M / 2, 1, PIECE_N]
+    up: gl.shared_memory_descriptor  # up columns of H, later of dH; same shape as `gate`
     weighted: gl.shared_memory_descriptor  # [2, 1, 1, BLOCK_M / 2, PIECE_N]
     arrived: gl.shared_memory_descriptor  # [2, 1] barriers that signal the arrival of a piece of H
 

@@ -31,7 +31,7 @@ if OBSTACLE is None:
     from .grouped_device import grouped_gemm_kernel
 
 
-_MOST_WALKED = 32  # maximum number of groups without a tile table, because each of 32 lanes reads one group
+_MOST_WALKED = 32  # maximum number of groups without a tile table; each of a warp's 32 lanes reads one group's offsets
 _PRODUCT_PARTS = 2  # number of parts of a finished tile's product; each of the next tile's first steps writes one part
 
 
@@ -87,7 +87,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
         if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
-            # The reduction has too few steps for the activation. Empty steps would take longer than a separate pass.
+            # The activation needs more steps. Adding empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
             return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
@@ -185,7 +185,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
-    """Return the options of all warp-specialised kernels. Default `axes`, "MNK", add BLOCK_M, BLOCK_N and BLOCK_K."""
+    """Return launch options of all warp-specialised kernels. By default, `axes` adds BLOCK_M, BLOCK_N and BLOCK_K."""
     return {
         **design.blocks(axes),
         "NUM_BUFFERS": design.num_stages,

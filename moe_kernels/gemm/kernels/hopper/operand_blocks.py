@@ -104,7 +104,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # The compiler copies 16 bytes at a time if it knows that depth and a_stride are multiples of 8.
+    # depth and a_stride are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -191,7 +191,8 @@ def multiply(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Start a step's product a[rows of this warpgroup] @ b[:, :columns of total]. If `use_total`, add `total`."""
+    """Start to multiply this warpgroup's rows of a by the first `total.shape[1]` columns of b, over one step. If
+    `use_total`, add the product to `total`. Otherwise, the product replaces `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)
     if B_COLUMN:

@@ -4,9 +4,9 @@ Programs that run at the same time share operand blocks. If some programs run fa
 block between its first and its last use, and the block is read from memory again. This costs time and energy.
 
 Each producer therefore passes a mark every `MARK_STEPS` steps of a grouped GEMM, or at every tile of a weight gradient.
-Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient, the average length decides. A producer that is
-ahead of the average by more than one mark waits. A wait delays a result, but never changes the result. The atomic
-additions affect only the counters.
+Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient, the groups' average reduction length decides.
+A producer that is more than one mark ahead of the producers' average waits. A wait delays a result, but never changes
+the result. The atomic additions affect only the counters.
 
 A producer waits only while all programs of the grid run. If some programs have ended, or cannot start because another
 kernel occupies their SM, a producer reads the counters once at a mark and continues. A wait ends after at most 20000
@@ -25,14 +25,14 @@ from .ring import PRODUCER_THREADS
 PASSED = gl.constexpr(2)  # PASSED and RUNNING are indices of counters in `num_tiles`
 RUNNING = gl.constexpr(3)
 
-# Count of marks before the first read. Every target is larger, so that the producer reads the counters at the mark.
+# Stands for a count of marks not yet read. Every target is larger than this number, so `keep_pace` reads the counters.
 NOT_READ = gl.constexpr(-0x40000000)
 
 # PTX hides the branches from Triton. A producer that branches on a number known only at run time makes Triton 3.8
-# compute more values before the kernel divides its warps. These values occupy registers of the consumers, which then
-# spill.
-# All threads count, because choosing one thread also makes consumers spill. 8 and 12 are the byte offsets of PASSED and
-# RUNNING.
+# compute more values before the warps split into producer and consumers. These values occupy registers of the
+# consumers, which then spill.
+# Every producer thread adds 1, because choosing one thread also makes consumers spill. 8 and 12 are the byte offsets of
+# PASSED and RUNNING.
 _PASS = gl.constexpr("""{
     .reg .pred reads, passes, waits;
     .reg .b32 left, running, programs, polls;
@@ -68,7 +68,7 @@ def start_pace(num_tiles_ptr):
 @gluon.jit
 def keep_pace(
     num_tiles_ptr,
-    mark,  # number of marks that this producer has passed
+    mark,  # number of marks that this producer passed in earlier calls
     passes,  # whether the producer passes a mark now
     is_next,  # whether the producer passes a mark in the next call
     passed,  # result of the previous call, or NOT_READ
@@ -77,7 +77,7 @@ def keep_pace(
     read the count of marks, which arrives by the next call. Return the newest count. Without a table, do nothing."""
     if num_tiles_ptr is not None:
         # Subtract one mark, because the count of an earlier call lacks the mark that this producer adds now. Counts
-        # read during the wait include this mark, and then end the wait one mark early.
+        # read during the wait include this mark, and therefore end the wait one mark early.
         target = (mark * gl.num_programs(0) - 1) * PRODUCER_THREADS
         operands = [num_tiles_ptr, is_next.to(gl.int32), passes.to(gl.int32), target, passed]
         passed = gl.inline_asm_elementwise(_PASS, "=&r,l,r,r,r,r", operands, dtype=gl.int32, is_pure=False, pack=1)

@@ -133,7 +133,7 @@ def wait_step(ring, step):
 
 @gluon.jit
 def release_previous(ring, step, pred=True):
-    """Consumer: release the slot of the step before `step`."""
+    """Consumer: release the slot of the step before `step` if `pred`."""
     mbarrier.arrive(ring.empty.index((step + ring.slots - 1) % ring.slots), count=1, pred=pred)
 
 

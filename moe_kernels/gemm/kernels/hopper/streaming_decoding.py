@@ -27,7 +27,7 @@ _READING = 100  # cost of reading and decoding one value of a weight; multiplyin
 
 
 class StreamingDecodingGemm(Kernel):
-    """Computes `DecodingGemmArguments` without `extra_a`, if B[g] is the transpose of a quantised matrix."""
+    """Computes `DecodingGemmArguments` products without `extra_a`. B[g] must be a transposed quantised matrix."""
 
     arguments_class = DecodingGemmArguments
     obstacle = OBSTACLE

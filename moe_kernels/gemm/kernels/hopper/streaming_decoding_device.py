@@ -60,8 +60,8 @@ def _by_16_bytes_layout(block_out, chunks, num_warps):
 
 @gluon.constexpr_function
 def _rows_layout(num_rows, values, chunks, num_warps):
-    """Return the layout of rows [ROWS, chunks * values]. A thread holds the row values that are multiplied by the
-    thread's weight values. Every warp holds all rows."""
+    """Return the layout of a tile's rows [ROWS, chunks * values]. A thread holds the row values that are multiplied by
+    the thread's weight values. Every warp holds all rows."""
     own = values // 4
     columns = [[0, 1 << i] for i in range(own.bit_length() - 1)] + ([[0, values]] if chunks == 2 else [])
     further = [[1 << i, 0] for i in range(3, num_rows.bit_length() - 1)]
@@ -88,7 +88,7 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
-    """Return a step's weight as bfloat16 [BLOCK_OUT, VALUES], in mma's order. Values equal `dequantize` bit for bit."""
+    """Return a step's bfloat16 weight [BLOCK_OUT, VALUES], in mma's order. Its bits equal those of `dequantize`."""
     BLOCK_OUT: gl.constexpr = stored.shape[0]
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":

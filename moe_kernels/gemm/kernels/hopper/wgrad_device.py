@@ -134,7 +134,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # The compiler copies 16 bytes at a time if it knows that both numbers are multiples of 8.
+    # Both numbers below are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0

@@ -33,15 +33,15 @@ from .rebuilding import rebuilt_in_backward
 NAME = "moe_layers"  # name of `experts_forward` in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # experts' attribute that holds the ExpertsSpec, set by `enable` or the first call
 FORMS = "_moe_layers_forms"  # experts' attribute that holds the KeptForms (cached e4m3 weights), if a precision is set
-SHARING = "_moe_layers_sharing"  # experts' attribute that holds the Sharing, if several ranks share the experts
+SHARING = "_moe_layers_sharing"  # experts' attribute that holds the Sharing, if `shard_experts` sharded the experts
 ENABLED = "_moe_layers_enabled"  # experts' attribute that holds the experts' name in a model given to `enable`
 DISPATCHED = "_moe_layers_dispatched"  # attribute that holds the experts' name for errors, if transformers shards them
-TOLD = "_moe_layers_told"  # experts' attribute that exists if `_tell_once` must not warn about the experts
+TOLD = "_moe_layers_told"  # experts' attribute that exists once `_tell_once` has warned about the experts
 
 
 class _Calls(threading.local):
     def __init__(self) -> None:
-        # experts module -> {parameter name: LowRank}. PEFT's wrappers set the dict in a call.
+        # experts module -> {parameter name: LowRank}. `call_with_changes` adds an entry for the time of one call.
         self.changes: dict[nn.Module, Mapping[str, LowRank]] = {}
 
 

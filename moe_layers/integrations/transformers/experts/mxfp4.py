@@ -68,7 +68,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
     requires_calibration = False
 
     def _process_model_before_weight_loading(self, model: nn.Module, **options: Any) -> None:
-        """Replace weights by empty parameters with the file's names. transformers then loads the bytes unconverted."""
+        """Replace weights by empty parameters named as in the files. transformers then loads the bytes unconverted."""
         for _, experts in _experts_of(model):
             for name in _WEIGHTS:
                 num_experts, size_in, size_out = getattr(experts, name).shape
@@ -78,7 +78,7 @@ class _KeepMxfp4Quantizer(HfQuantizer):
                 for part, shape in (("blocks", (size_in // 32, 16)), ("scales", (size_in // 32,))):
                     empty = torch.empty(num_experts, size_out, *shape, dtype=torch.uint8, device="meta")
                     experts.register_parameter(f"{name}_{part}", nn.Parameter(empty, requires_grad=False))
-            experts._is_hf_initialized = True  # skip initialisation, which would write dequantised weights
+            experts._is_hf_initialized = True  # skip `_init_weights`, which reads the deleted weights
 
     def _process_model_after_weight_loading(self, model: nn.Module, **options: Any) -> None:
         if (getattr(model, "_tp_size", None) or 1) > 1:

@@ -6,8 +6,8 @@ passes both factors to the experts instead, which avoids a tensor of the paramet
 wrapper, not on the class.
 
 In PEFT 0.18 and later, lora_A is [E * r, in] and lora_B is [out, r * E]. Expert e has the rows e * r + i of lora_A and
-the columns i * E + e of lora_B, for i < r. `in` and `out` are the lengths of the parameter's second and third axis. If
-PEFT swapped the axes, `in` is the length of the third axis and `out` that of the second.
+the columns i * E + e of lora_B, for i below the rank r. `in` and `out` are the lengths of the parameter's second and
+third axis. If PEFT swapped the axes, `in` is the length of the third axis and `out` that of the second.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from .parametrized import parameter_shape
 from .replaced_forwards import has_other_forward, is_replaced, replace_forward
 
 _CLASS = ("peft.tuners.lora.layer", "ParamWrapper.forward")  # module and name of the forward that is replaced
-_SWAPS_SINCE = "0.19"  # first PEFT version that may swap a parameter's axes; the attribute below is True after a swap
-_SWAPPED = "_did_swap_in_out_features"
+_SWAPS_SINCE = "0.19"  # first PEFT version that may swap a parameter's axes
+_SWAPPED = "_did_swap_in_out_features"  # attribute of a wrapper that is True if PEFT swapped the parameter's axes
 
 
 class Place(NamedTuple):
@@ -98,8 +98,8 @@ def replace_forwards(place: Place) -> None:
 
 
 def adapt(module: Any) -> None:
-    """If a module is PEFT's wrapper around experts of an enabled model, replace the wrapper's forward. Warn if the
-    kernels cannot compute the wrapper's adapters. If ranks share the experts, make the wrapper's merge raise."""
+    """If a module is PEFT's wrapper around enabled or sharded experts, replace the wrapper's forward. If the experts
+    are sharded, also make the wrapper's merge raise. Else warn if the kernels cannot compute the wrapper's adapters."""
     if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
         return
     wrapper: Any = module
@@ -116,7 +116,7 @@ def adapt(module: Any) -> None:
 
 
 def _name_of_shares(experts: nn.Module) -> str | None:
-    """Return the name of the experts if ranks share them, else None."""
+    """Return the experts' name for errors if the experts are sharded over ranks, else None."""
     held: Any = vars(experts)
     return held[SHARING].name if SHARING in held else held.get(DISPATCHED)
 
@@ -168,7 +168,7 @@ def _missed_targets(model: nn.Module, experts: list[nn.Module], adapter: str, co
 
 def _is_param_wrapper(module: nn.Module) -> bool:
     """Return whether the module's class uses ParamWrapper's forward. Subclasses made by FSDP inherit this forward."""
-    if "parameter_name" not in vars(module):  # classes of TorchScript raise an error when the next line reads them
+    if "parameter_name" not in vars(module):  # reading `forward` of a TorchScript class would raise an error
         return False
     forward = type(module).forward
     return (getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")) == _CLASS
@@ -240,7 +240,7 @@ def _active(wrapper: Any) -> list[str]:
 
 def _forward(self: Any, *args: object, **kwargs: object) -> Tensor:
     """Run a ParamWrapper. The experts' op computes the adapters if possible, else PEFT's forward computes the adapters.
-    Raise ValueError if ranks share the experts and the op cannot compute the adapters."""
+    Raise ValueError if the experts are sharded over ranks and the op cannot compute the adapters."""
     if self.disable_adapters or kwargs.get("adapter_names") is not None:
         return type(self).forward(self, *args, **kwargs)
     if (reason := _reason_against(self)) is not None:

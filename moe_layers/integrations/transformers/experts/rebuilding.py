@@ -20,7 +20,7 @@ def rebuilt_in_backward(
 
     The context does nothing if gradients are disabled, or for inference tensors, which have no version. Under
     `torch.compile` the context does nothing, because the compiler recomputes copies on its own. With other saved-tensor
-    hooks (activation checkpointing, offloading) the context does nothing, because autograd calls only the last hook.
+    hooks (activation checkpointing, offloading) the context does nothing, because autograd calls only the newest hooks.
 
     Args:
         build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.

@@ -46,14 +46,14 @@ class RoutingCallback(TrainerCallback):
 
     The callback divides the gradients of `balance_routing`'s losses by the number of accumulation steps, unless
     `balance_routing` got `num_tokens`. With `fp16=True`, the callback multiplies these gradients by the GradScaler's
-    scale. The loss `global_batch` also counts the earlier accumulated calls of a step.
+    scale. The counts of the loss `global_batch` include the earlier accumulated calls of the same step.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
         per_layer: also log the metrics of each layer. Default True.
         every: collect statistics only in every `every`-th step, to save time. Default 1.
         bias_rate: call `update_selection_bias` with this rate after every optimizer step. Default None: never.
-        group: the ranks that share a batch. Default None: all ranks.
+        group: the ranks over which statistics and expert counts are summed. Default None: all ranks.
         plot: file of a plot that is written at the end of training, see `plot`. Default None: no file.
 
     Raises:
@@ -80,7 +80,7 @@ class RoutingCallback(TrainerCallback):
         self._shares: dict[str, Tensor] = {}  # layer name -> scale of the layer's losses in each accumulated call
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # for each log, a dict: layer name -> tokens per expert [E]
-        # Wrap `log`, because no event precedes the writing of a log. A separate log would replace the Trainer's log.
+        # Wrap `log`, because the Trainer has no event before it writes a log. A separate log would replace this log.
         trainer.log = partial(self._log, trainer.log)
 
     @property
@@ -97,7 +97,7 @@ class RoutingCallback(TrainerCallback):
                 router.counts = True
             if router.balance_losses.any:
                 share = 1 / args.gradient_accumulation_steps
-                if router.num_tokens is not None:  # the divisor of the losses counts all accumulated calls
+                if router.num_tokens is not None:  # `num_tokens` already counts all accumulated calls
                     share = 1.0 if router.aux_loss_scale is None else router.aux_loss_scale
                 self._shares[name] = torch.as_tensor(share, device=router.weight.device)
 

@@ -1,1 +1,1 @@
-"""Expert parallelism for transformers' models: ranks share the experts."""
+"""Expert parallelism for transformers' models: shards the experts over ranks."""

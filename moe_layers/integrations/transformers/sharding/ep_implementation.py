@@ -3,7 +3,7 @@
     DistributedConfig(fsdp_size=8, ep_size=8, ep_implementation="moe_layers")
 
 transformers shards the experts, loads on each rank only that rank's experts, wraps the model in FSDP2 and saves the
-model. FSDP2 divides the gradients of experts by the number of all ranks.
+model. FSDP2 divides the gradients of experts by the total number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DispatchedExperts(EPImplementation):
     """Computes one experts module for transformers' `EPImplementationInterface`. Each module has its own instance.
 
     Raises:
-        ValueError: ranks share tokens by tensor parallelism, or this package cannot compute the experts.
+        ValueError: tensor parallelism is enabled (tp_size > 1), or this package cannot compute the experts.
     """
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):

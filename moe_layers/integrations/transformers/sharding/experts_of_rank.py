@@ -21,7 +21,7 @@ from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_o
 
 @dataclass
 class Sharing:
-    """The settings with which ranks share one experts module.
+    """The settings with which one experts module is sharded over ranks.
 
     Attributes:
         name: the name of the experts in errors.
@@ -57,8 +57,8 @@ class Sharing:
         """Return the factor for gradients of parameters that are whole on every rank, such as adapters.
 
         On each rank, the gradient of a whole parameter covers the rank's own experts and the tokens of all ranks. The
-        sum over ranks is complete. If gradients are averaged, the dispatcher and data parallelism both divide by the
-        number of ranks. The factor is then the number of ranks, to undo one division. Otherwise the factor is 1.
+        complete gradient is the sum over ranks. If `average_gradients`, the dispatcher and data parallelism both divide
+        by the number of ranks. The factor is then the number of ranks, to undo one division. Else the factor is 1.
         """
         return self.ranks.size if self.style.average_gradients else 1
 

@@ -45,7 +45,7 @@ class ShardReport:
     Attributes:
         experts: the sharded modules by name, for instance to wrap them in FSDP2 over another axis of the mesh.
         num_local: number of experts of each module that this rank holds.
-        num_ranks: number of ranks that share the experts.
+        num_ranks: number of ranks over which the experts are sharded.
         dispatcher: the `dispatcher` argument as given, even if it is "auto".
         kept_bytes: bytes of this rank's experts.
         freed_bytes: bytes of the other ranks' experts, which this rank no longer holds.
@@ -86,13 +86,13 @@ def shard_experts(
     reserved_sms: int | None = None,
     seconds: float = SECONDS,
 ) -> ShardReport:
-    """Share the experts of an enabled model among the ranks of a mesh. The parameters keep their names.
+    """Shard the experts of an enabled model over the ranks of a mesh. The parameters keep their names.
 
-    All ranks must hold equal parameters before the call. Each rank keeps its slice, without communication. Afterwards
-    each rank passes its own tokens. The number of tokens may differ between ranks, except with "overlapped" or
-    `max_rows_factor`. All ranks must call the model equally often, in forward and backward. Call this function before
-    FSDP2, DDP and the optimizer are set up. PEFT's adapters of experts stay whole on every rank, and may be added
-    before or after this call. The model cannot be disabled afterwards; `save_sharded` writes the model.
+    All ranks must hold equal parameters before the call. Each rank keeps only its own experts, without communication.
+    Afterwards each rank calls the model with its own tokens. The number of tokens may differ between ranks, except with
+    "overlapped" or `max_rows_factor`. All ranks must call the model equally often, in forward and backward. Call this
+    function before FSDP2, DDP and the optimizer are set up. PEFT's adapters of experts stay whole on every rank, and
+    may be added before or after this call. Afterwards `disable` refuses the model; `save_sharded` writes the model.
 
     The recomputation of a checkpointed layer must choose the same experts as the forward. Use
     `context_fn=save_communication`, which saves the choice. The recomputation then repeats no collective.
@@ -170,12 +170,12 @@ def group_of(op: str, mesh: DeviceMesh) -> ProcessGroup:
 def ignore_in_ddp(model: nn.Module) -> None:
     """Exclude from DistributedDataParallel the parameters and buffers that `shard_experts` sharded.
 
-    The gradients of these parameters already cover the tokens of all ranks that share the experts. Adapters and norms
-    of experts are whole on every rank, and are not excluded.
+    The gradients of these parameters already cover the tokens of all ranks of the mesh. Adapters and norms of experts
+    are whole on every rank, and are not excluded.
 
-    All ranks must share the experts. If several ranks hold an expert, use FSDP2, which averages the expert's gradients.
-    Put the sharded parameters, which are DTensors, in a parameter group of their own. An optimizer that updates a whole
-    group at once, the default on GPUs, refuses a group that mixes DTensors and other tensors.
+    The mesh must hold all ranks. If several ranks hold the same expert, use FSDP2, which averages the expert's
+    gradients. Put the sharded parameters, which are DTensors, in a parameter group of their own. An optimizer that
+    updates a whole group at once (the default on GPUs) refuses a group that mixes DTensors and other tensors.
 
     Args:
         model: the module that DistributedDataParallel will wrap. With PEFT, pass the PeftModel.
