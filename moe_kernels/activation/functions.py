@@ -14,8 +14,8 @@ from ..runtime.triton import tl, triton
 
 @triton.jit
 def exp_negative(x):
-    """Return exp(-x) for x >= 0, accurate to the last places. The product -x * log2(e), which the hardware's exp2
-    takes, has a rounding error. The result is corrected for this error."""
+    """Return exp(-x) for x >= 0, with an error of a few units in the last place. The hardware's exp2 takes the
+    rounded product -x * log2(e). The result is corrected for the product's rounding error."""
     x = tl.minimum(x, 104.0, propagate_nan=tl.PropagateNan.ALL)  # in float32, exp(-x) is zero beyond 104
     scaled = x * -1.4426950408889634
     # `rest` is -x * log2(e) minus `scaled`: the rounding errors of the product and of the float32 constant log2(e).

@@ -91,9 +91,9 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F]; if destination_ptr is given, any number of rows
+    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] if destination_ptr is given, with any S
     dpreactivation_stride,
-    weighted_ptr,  # [R, F], equal to dweighted_ptr; if destination_ptr is given, another tensor, any number of rows
+    weighted_ptr,  # receives A_w: [R, F], equal to dweighted_ptr; [S, F] if destination_ptr is given
     weighted_stride,
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row names the rows
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows

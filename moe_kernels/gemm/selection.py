@@ -309,7 +309,8 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return the table's choice `entry` if given and w_up's GEMM is warp-specialised, else the choice of the rule."""
+    """Return which gathers run as separate copies. `entry` is the choice in the table of measurements. If `entry` is
+    given and w_up's GEMM is warp-specialised, return this choice. Otherwise apply the rule in `choose_copies`."""
     num_experts, num_columns, d_model = w_up.shape
     # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))

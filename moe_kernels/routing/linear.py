@@ -18,7 +18,7 @@ from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # number of programs that keeps most SMs of a large GPU busy
 _BLOCK_D, _BLOCK_T = 128, 64  # sizes of the blocks of columns and tokens for the weight's gradient
-_SUMMED = 512  # sums per program of `_sum_of_shares_kernel`; 4 per thread, so 16-bit stores need no exchange of data
+_SUMMED = 512  # sums per program of `_sum_of_shares_kernel`; with 4 per thread, loads and 16-bit stores share a layout
 
 
 @once_per_form

@@ -25,7 +25,7 @@ class LinearRouter(NamedTuple):
     logit_bias: Tensor | None  # [E]
     selection_bias: Tensor | None  # [E]
     top_k: int
-    is_softmax: bool  # whether a plain softmax over logits without a bias chooses and weighs experts
+    is_softmax: bool  # whether `RouterSpec.is_softmax_of_logits` is True and there is no `logit_bias`
     invariant_logits: bool  # whether the logits are batch-invariant
     settings: ScoreSettings
 

@@ -85,8 +85,8 @@ unseen_by_autocast = torch._C._DisableAutocast
 # Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
-# `fp32_precision("cuda", "matmul")` takes a quarter of the time of `torch.backends.cuda.matmul.fp32_precision`. Every
-# launch reads this setting. `torch.get_float32_matmul_precision` raises if `fp32_precision` has been set.
+# `fp32_precision("cuda", "matmul")` returns `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time. Every
+# launch reads this setting. `torch.get_float32_matmul_precision` raises if this setting has been changed to "tf32".
 fp32_precision = torch._C._get_fp32_precision_getter
 
 

@@ -149,13 +149,13 @@ class _Plan:
         ]
         block_bytes = self._place(temporaries, block)
         in_block = {index for *_, index in temporaries}
-        freed = {  # tensors that a run frees, or allocates and returns
+        managed = {  # tensors that a run allocates, outputs included, and inputs that a run frees
             index: memory
             for index, memory in enumerate(memories)
             if memory.steps and (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
         }
-        own_bytes = sum(memory.num_bytes for index, memory in freed.items() if index not in in_block)
-        is_at_once = block_bytes + own_bytes - _peak(freed.values()) <= _MOST_EXTRA_BYTES
+        own_bytes = sum(memory.num_bytes for index, memory in managed.items() if index not in in_block)
+        is_at_once = block_bytes + own_bytes - _peak(managed.values()) <= _MOST_EXTRA_BYTES
         if not is_at_once:
             large = [entry for entry in temporaries if entry[0] > _MOST_SMALL_BYTES]
             self.places |= {index: (index, 0) for *_, index in large}
@@ -163,7 +163,7 @@ class _Plan:
             block_bytes = self._place(temporaries, block)
             in_block = {index for *_, index in temporaries}
         block_bytes = self._place_scratch(steps, block, block_bytes)
-        own = {index: memory for index, memory in freed.items() if index not in in_block}
+        own = {index: memory for index, memory in managed.items() if index not in in_block}
         self.segments = self._segments(steps, own, (block, block_bytes), is_at_once)
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:

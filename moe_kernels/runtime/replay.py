@@ -188,7 +188,7 @@ def _sees_launches(device: int) -> bool:
 
 
 def states() -> dict[str, list[str]]:
-    """Return a dict from each function's name to the states of its known forms."""
+    """Return a dict from each function's name to its `Replayed.states`. Omit functions without known forms."""
     return {replayed.name: found for replayed in _all if (found := replayed.states())}
 
 

@@ -107,7 +107,7 @@ class GroupedExperts(MegatronModule):
 
     def weight_gradient(self, weight: Any, rows: Tensor, dout: Tensor, offsets: Tensor) -> Tensor | None:
         """Return the gradient [E, out, in]. If gradients are fused into `main_grad`, add the gradient to `main_grad`
-        instead, and return a placeholder if Megatron's hooks expect a gradient of the weight, else None."""
+        instead. Then return a placeholder if Megatron's hooks expect a gradient of the weight, and None otherwise."""
         if not _is_fused(self.config, weight):
             return grouped_gemm_wgrad(dout, rows, offsets)
         grouped_gemm_wgrad(dout, rows, offsets, out=weight.main_grad, accumulate=True)
