@@ -13,6 +13,7 @@ as in the function. The launches between two of these allocations or frees are m
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
@@ -28,8 +29,8 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
 _MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
-# Maximum size in bytes of a small tensor. If the peak would rise by more than `_MOST_EXTRA_BYTES`, the block holds only
-# small temporaries. Small tensors outside the block may then stay allocated for some steps after their last use.
+# Maximum size in bytes of a small tensor if the peak would rise by more than `_MOST_EXTRA_BYTES`. Otherwise all tensors
+# are small. The block holds the small temporaries. Other small tensors may stay allocated after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 
@@ -147,24 +148,21 @@ class _Plan:
             for index, memory in enumerate(memories)
             if memory.made_by == "function" and memory.num_bytes and memory.steps and not memory.in_calls
         ]
-        block_bytes = self._place(temporaries, block)
-        in_block = {index for *_, index in temporaries}
         managed = {  # tensors that a run allocates, outputs included, and inputs that a run frees
             index: memory
             for index, memory in enumerate(memories)
             if memory.steps and (memory.made_by != "caller" or (frees_inputs and not memory.is_parameter))
         }
-        own_bytes = sum(memory.num_bytes for index, memory in managed.items() if index not in in_block)
-        is_at_once = block_bytes + own_bytes - _peak(managed.values()) <= _MOST_EXTRA_BYTES
-        if not is_at_once:
-            large = [entry for entry in temporaries if entry[0] > _MOST_SMALL_BYTES]
-            self.places |= {index: (index, 0) for *_, index in large}
-            temporaries = [entry for entry in temporaries if entry[0] <= _MOST_SMALL_BYTES]
-            block_bytes = self._place(temporaries, block)
-            in_block = {index for *_, index in temporaries}
-        block_bytes = self._place_scratch(steps, block, block_bytes)
+        others = managed.keys() - {index for *_, index in temporaries}
+        bytes_at_once = self._place(temporaries, block) + sum(memories[index].num_bytes for index in others)
+        rise = bytes_at_once - _peak(managed.values())
+        most_small = sys.maxsize if rise <= _MOST_EXTRA_BYTES else _MOST_SMALL_BYTES
+        small = [entry for entry in temporaries if entry[0] <= most_small]
+        self.places |= {index: (index, 0) for *_, index in temporaries}
+        block_bytes = self._place_scratch(steps, block, self._place(small, block))
+        in_block = {index for *_, index in small}
         own = {index: memory for index, memory in managed.items() if index not in in_block}
-        self.segments = self._segments(steps, own, (block, block_bytes), is_at_once)
+        self.segments = self._segments(steps, own, (block, block_bytes), most_small)
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
         """Place temporaries in the block. Those in use at the same time share no bytes. Return the block's bytes."""
@@ -186,7 +184,7 @@ class _Plan:
         return num_bytes + _aligned(max(sizes, default=0))
 
     def _segments(
-        self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int], is_at_once: bool
+        self, steps: Sequence[Any], own: dict[int, Memory], block: tuple[int, int], most_small: int
     ) -> list[tuple[int, int, tuple[tuple[int, Form], ...], tuple[int, ...]]]:
         """Return (first step, step after the last, allocations, indices in `memory` to free afterwards) per segment."""
         outputs = {index for index, memory in own.items() if memory.steps[-1] == len(steps)}
@@ -196,7 +194,7 @@ class _Plan:
                 cuts |= {at, at + 1}
             begins = any(memory.steps[0] == at and memory.made_by != "caller" for memory in own.values())
             previous = max(cut for cut in cuts if cut <= at)
-            large = [memory for memory in own.values() if memory.num_bytes > _MOST_SMALL_BYTES and not is_at_once]
+            large = (memory for memory in own.values() if memory.num_bytes > most_small)
             if begins and any(previous <= memory.steps[-1] < at for memory in large):
                 cuts.add(at)
         bounds = [*sorted(cuts - {len(steps)} or {0}), len(steps)]  # without steps, one empty segment

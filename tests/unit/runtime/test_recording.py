@@ -172,7 +172,7 @@ def test_results_of_replays_are_not_shared(replayed, device):
     assert_same(made[3], [tokens + 1, tokens.new_zeros(3)])
 
 
-# Two memories of 4 KiB that may share bytes, and one of 1 KiB, are in one block. With the output, 1 KiB more is in use
+# One block holds a temporary of 1 KiB and two of 4 KiB, which share bytes. With the output, 1 KiB more is in use
 # than in the function.
 @pytest.mark.parametrize(("most_extra", "want"), [(1024, [1024, 6144]), (1023, [4096, 5120, 5120, 5120])])
 def test_a_record_allocates_everything_first_unless_the_peak_rises(most_extra, want, replayed, device, monkeypatch):
