@@ -31,7 +31,7 @@ def bench_shape(shape: Shape, options: argparse.Namespace) -> list[Row]:
     for variant in variants:
         layer = make_layer(shape, options.device, options.dtype, **VARIANTS[variant])
         gated[variant] = layer.experts.activation.gated
-        run = passes(layer, make_tokens(layer, shape, "even", options.dtype))
+        run = passes(layer, make_tokens(layer, shape, "even"))
         assert run["forward"]().isfinite().all(), variant
         functions |= {f"{variant}/{name}": run[name] for name in run}
     dense = dense_gemms(shape, options.device, options.dtype)

@@ -38,26 +38,24 @@ def check_invariance(layer: MoEFeedForward, tokens: Tensor) -> None:
 
 
 def bench_tokens(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one shape, with its number of tokens."""
     layer = make_layer(shape, options.device, options.dtype)
     invariant = copy.deepcopy(layer)
     invariant.batch_invariant = True
-    tokens = make_tokens(layer, shape, "random", options.dtype)
+    tokens = make_tokens(layer, shape, "random")
     check_invariance(invariant, tokens)
     runs = {"ordinary": passes(layer, tokens), "batch_invariant": passes(invariant, tokens)}
     if options.device == "cuda" and shape.num_tokens <= _IN_A_GRAPH:
         for run in runs.values():
             run["forward in a graph"] = in_a_graph(torch.no_grad()(run["forward"]))
-    functions = {f"{name}/{which}": call for name, run in runs.items() for which, call in run.items()}
-    timings = timed(functions, options)
+    timings = timed({(name, which): call for name, run in runs.items() for which, call in run.items()}, options)
     return [
         {
             "shape": shape.name,
             **shape.sizes,
             "pass": which,
             "implementation": name,
-            **timings[f"{name}/{which}"]._asdict(),
-            "times_the_ordinary": timings[f"{name}/{which}"].ms / timings[f"ordinary/{which}"].ms,
+            **timings[name, which]._asdict(),
+            "times_the_ordinary": timings[name, which].ms / timings["ordinary", which].ms,
         }
         for which in runs["ordinary"]
         for name in runs

@@ -43,10 +43,9 @@ def load_before(tree: Path, directory: Path) -> type[torch.nn.Module]:
 
 
 def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, options: argparse.Namespace) -> list[Row]:
-    """Return a row per pass: ms now and before, and their ratio."""
     device, dtype = options.device, options.dtype
     now = make_layer(shape, device, dtype)
-    tokens = make_tokens(now, shape, routing, dtype)
+    tokens = make_tokens(now, shape, routing)
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
     earlier = before(*sizes, device=device, dtype=dtype)
     earlier.load_state_dict(now.state_dict())
@@ -54,8 +53,7 @@ def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, op
         torch.testing.assert_close(earlier(tokens), now(tokens), rtol=0.05, atol=0.05 * float(now(tokens).std()))
     modules = {"now": now, "before": earlier}
     runs = {name: passes(module, tokens) for name, module in modules.items()}
-    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
-    timings = timed(functions, options)
+    timings = timed({(name, which): run[which] for name, run in runs.items() for which in run}, options)
     peaks = {
         f"{name}_peak_mib": measure_memory(module, tokens)[1] for name, module in modules.items() if tokens.is_cuda
     }
@@ -63,7 +61,7 @@ def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, op
     for which in PASSES:
         row = {"shape": shape.name, "routing": routing, "pass": which}
         for name in runs:
-            row |= {f"{name}_{column}": value for column, value in timings[f"{name}/{which}"]._asdict().items()}
+            row |= {f"{name}_{column}": value for column, value in timings[name, which]._asdict().items()}
         rows.append({**row, "now_over_before": row["now_ms"] / row["before_ms"], **peaks})
     return rows
 

@@ -97,7 +97,6 @@ def check_block(block: TransformerBlock, x: Tensor, device: str) -> None:
 
 
 def bench_block(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one shape."""
     device, dtype = options.device, options.dtype
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -107,8 +106,7 @@ def bench_block(shape: Shape, options: argparse.Namespace) -> list[Row]:
     x = torch.randn(shape.num_tokens // length, length, shape.d_model, device=device, dtype=dtype)
     check_block(block, x, device)
     runs = {"eager": passes(block, x), "compiled": passes(compiled(block, device), x)}
-    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in PASSES}
-    timings = timed(functions, options)
+    timings = timed({(name, which): run[which] for name, run in runs.items() for which in PASSES}, options)
     return [
         {
             "shape": shape.name,
@@ -116,8 +114,8 @@ def bench_block(shape: Shape, options: argparse.Namespace) -> list[Row]:
             "sequence_length": length,
             "pass": which,
             "implementation": name,
-            **timings[f"{name}/{which}"]._asdict(),
-            "times_as_fast_as_eager": timings[f"eager/{which}"].ms / timings[f"{name}/{which}"].ms,
+            **timings[name, which]._asdict(),
+            "times_as_fast_as_eager": timings["eager", which].ms / timings[name, which].ms,
         }
         for which in PASSES
         for name in runs

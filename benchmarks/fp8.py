@@ -46,7 +46,7 @@ from .common.command import Command
 from .common.layers import make_layer, make_tokens, measure_memory, num_checked, passes, run_experts
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import copy_bytes_per_ms, timed
+from .common.timing import timed, timed_against_copy
 
 FP8_SHAPES = ("4096x1024-e128", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3-ep8", "olmoe")
 FP8_SHAPES += ("qwen3-next", "fine-grained")
@@ -59,7 +59,7 @@ class Operands:
     def __init__(self, shape: Shape, options: argparse.Namespace):
         self.shape = shape
         layer = make_layer(shape, options.device, options.dtype)
-        self.tokens = make_tokens(layer, shape, "even", options.dtype)
+        self.tokens = make_tokens(layer, shape, "even")
         with torch.no_grad():
             routed = layer.router(self.tokens)
         self.permutation = reference.sort_by_expert(routed.topk_experts, shape.num_experts)
@@ -169,7 +169,7 @@ def bench_layer(shape: Shape, options: argparse.Namespace) -> list[Row]:
     errors = {precision: check_layer(operands, precision) for precision in ("fp8", "fp8_saved")}
     del operands
     layer = make_layer(shape, options.device, options.dtype)
-    tokens = make_tokens(layer, shape, "even", options.dtype)
+    tokens = make_tokens(layer, shape, "even")
     forms = {"bf16": None, "fp8": "fp8", "fp8 new weights": "fp8", "fp8_saved": "fp8_saved"}
     runs, memory = {}, {}
     for which, run in passes(layer, tokens).items():
@@ -179,20 +179,19 @@ def bench_layer(shape: Shape, options: argparse.Namespace) -> list[Row]:
         runs[form, "forward+backward"]()
         layer.experts.precision = precision
         memory[form] = measure_memory(layer, tokens)
-    named = {f"{form}/{which}": function for (form, which), function in runs.items()}
-    timings = timed(named, options)
+    timings = timed(runs, options)
     return [
         {
             "implementation": form,
             "pass": which,
-            **timings[f"{form}/{which}"]._asdict(),
-            "over_bf16": timings[f"bf16/{which}"].ms / timings[f"{form}/{which}"].ms,
+            **timings[form, which]._asdict(),
+            "over_bf16": timings["bf16", which].ms / timings[form, which].ms,
             "saved_mib": memory[form][0],
             "peak_mib": memory[form][1],
-            "error_of_recipe": errors[precision]["recipe"] if precision else None,
-            "error_of_plain": errors[precision]["plain"] if precision else None,
+            "error_of_recipe": errors[forms[form]]["recipe"] if forms[form] else None,
+            "error_of_plain": errors[forms[form]]["plain"] if forms[form] else None,
         }
-        for (form, which), precision in ((key, forms[key[0]]) for key in runs)
+        for form, which in runs
     ]
 
 
@@ -214,12 +213,12 @@ def bench_passes(shape: Shape, options: argparse.Namespace) -> list[Row]:
     scaled = empty_scaled_rows(hidden, *hidden.shape) if can_scale_gradient(activation, shape.d_ff) else None
     item, num_hidden, num_activated = options.dtype.itemsize, hidden.numel(), dweighted.numel()
     backward = partial(launch_weighted_activation_backward, hidden, dweighted, weights, slots, activation)
-    runs: dict[str, tuple[Callable[[], object], float]] = {
+    runs: dict[str, tuple[Callable[[], object], int]] = {
         "tokens": (partial(launch_quantize_rows, tokens), tokens.numel() * (item + 1)),
         "w_up, both orientations": (partial(launch_quantize_weight, w_up), w_up.numel() * (item + 2)),
         "w_up, one orientation": (partial(launch_quantize_weight, w_up, transposed=False), w_up.numel() * (item + 1)),
         "look for a change of w_up": (partial(launch_requantize, w_up, *kept), w_up.numel() * item),
-        "activation": (partial(launch_activation, hidden, activation), num_hidden * item + num_activated * item),
+        "activation": (partial(launch_activation, hidden, activation), (num_hidden + num_activated) * item),
         "activation to e4m3": (
             partial(launch_scaled_activation, hidden, activation),
             num_hidden * item + num_activated,
@@ -230,18 +229,7 @@ def bench_passes(shape: Shape, options: argparse.Namespace) -> list[Row]:
             2 * (num_hidden + num_activated) * item + (num_hidden if scaled is not None else 0),
         ),
     }
-    functions = {name: function for name, (function, _) in runs.items()}
-    timings = timed(functions, options)
-    speed = copy_bytes_per_ms(options.device)
-    return [
-        {
-            "implementation": name,
-            **timing._asdict(),
-            "gb_per_s": runs[name][1] / timing.ms / 1e6,
-            "share_of_copy": runs[name][1] / timing.ms / speed,
-        }
-        for name, timing in timings.items()
-    ]
+    return [{"implementation": name, **found} for name, found in timed_against_copy(runs, options).items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -105,7 +105,7 @@ class Runs:
 
 
 def part_steps(settings: Any) -> int:
-    return -(-settings.steps // NUM_PARTS)
+    return settings.steps // NUM_PARTS
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:

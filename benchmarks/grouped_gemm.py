@@ -110,7 +110,6 @@ def plain_problem(num_rows: int, num_groups: int, size_k: int, size_n: int, devi
 
 
 def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """Return the functions to time; each returns its result."""
     ends = offsets.tolist()
     pieces = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     if problem.wgrad:
@@ -172,21 +171,19 @@ def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands
 
 
 def bench_problem(problem: Problem, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one problem."""
-    device = options.device
     operands = problem.operands(options.dtype)
     functions = implementations(problem, *operands)
     check(problem, functions, operands)
     torch.cuda.empty_cache()  # does nothing without a GPU
     calls = {("eager", name): function for name, function in functions.items()}
-    if device == "cuda" and problem.gemm == "plain":
+    if options.device == "cuda" and problem.gemm == "plain":
         calls |= {("graph", name): in_a_graph(function) for name, function in functions.items()}
     timings = timed(calls, options)
-    kernel = select(kernel_arguments(problem, *operands)).metadata.kernel_name
-    names = {"op": kernel, "kernel": kernel}
+    selected = select(kernel_arguments(problem, *operands)).metadata.kernel_name
     rows = []
     for (host, name), timing in timings.items():
-        row = {**problem.described(), "implementation": name, "kernel": names.get(name), **timing._asdict()}
+        kernel = selected if name in ("op", "kernel") else None
+        row = {**problem.described(), "implementation": name, "kernel": kernel, **timing._asdict()}
         row |= {"tflops": problem.flops / timing.ms / 1e9, "share_of_dense": timings[host, "dense"].ms / timing.ms}
         rows.append({**row, "host": host})
     return rows

@@ -71,7 +71,6 @@ def fastest(problems: list[GroupedProblem], device: str) -> GroupedProblem:
 
 
 def bench(num_problems: int, size: int, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one kind of problem."""
     device, dtype = options.device, options.dtype
     a_list, b_list = make_lists(num_problems, size, device, dtype)
     problems = {}

@@ -61,7 +61,6 @@ def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
 
 
 def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one problem."""
     device, dtype = options.device, options.dtype
     num_rows, size_k, size_n, num_groups = sizes
     generator = torch.Generator(device).manual_seed(0)

@@ -7,9 +7,8 @@
     python -m benchmarks.layer --table benchmarks/results/layer.json
     python -m benchmarks.layer --plot benchmarks/results/layer.json
 
-`--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` needs rows that
-start at multiples of 16 bytes; other shapes have no baseline. Shapes that exceed the GPU's memory are left
-out.
+`--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` needs rows that start at
+multiples of 16 bytes; other shapes have no baseline. Shapes that exceed the GPU's memory are left out.
 
 Every shape is checked before timing. Each round times each form once. The dense bound of a pass is measured in the same
 run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated
@@ -29,14 +28,13 @@ import torch
 from .common import plots, shapes
 from .common.baselines import TorchGroupedMM, grouped_mm_takes
 from .common.command import Command, each, print_rows
-from .common.layers import PASSES, fits_memory
+from .common.layers import PASSES, fitting
 from .common.modules import bench_modules, checked_layer
 from .common.results_file import Row, Task
 from .common.shapes import Shape
 
 
 def bench_layer(shape: Shape, routing: str, options: argparse.Namespace) -> list[Row]:
-    """Return result rows for one shape and routing."""
     layer, tokens = checked_layer(shape, routing, options)
     modules: dict[str, torch.nn.Module] = {"triton": layer}
     if grouped_mm_takes(shape, options.dtype):
@@ -138,10 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     chosen = shapes.shapes_named(options.shapes)
-    for shape in chosen:
-        if not fits_memory(shape, options.device):
-            print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
-            continue
+    for shape in fitting(chosen, options.device):
         for routing in options.routing or (["even", "zipf"] if len(chosen) < 10 else ["even"]):
             yield {"shape": shape.name, "routing": routing}, partial(bench_layer, shape, routing, options)
 

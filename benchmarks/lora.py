@@ -33,7 +33,7 @@ from moe_kernels.testing import assert_accurate
 from moe_layers import MoEFeedForward
 
 from .common import shapes
-from .common.baselines import dense_gemms, sort_slots
+from .common.baselines import choose_experts, dense_gemms, sum_of_experts
 from .common.command import Command
 from .common.layers import make_layer, make_tokens, measure_memory, passes
 from .common.results_file import Row, Task
@@ -59,7 +59,6 @@ class Adapted(nn.Module):
             for name, size in zip(FACTORS, sizes, strict=True):
                 factor = torch.empty(num_experts, *size, device=self.w_up.device, dtype=self.w_up.dtype)
                 self.register_parameter(name, nn.Parameter(factor.normal_(std=0.02, generator=generator)))
-        self.implementation: str | None = None
 
     @property
     def factors(self) -> list[Tensor]:
@@ -69,40 +68,38 @@ class Adapted(nn.Module):
         if not self.form.startswith("grouped_mm"):
             routed = self.router(tokens)
             return self.experts(tokens, routed.topk_weights, routed.topk_experts)
-        chosen, experts = functional.linear(tokens, self.w_router).float().topk(self.top_k)
-        return self.experts(tokens, chosen.softmax(-1), experts.int())
+        weights, experts = choose_experts(tokens, self.w_router, self.top_k)
+        return self.experts(tokens, weights, experts.int())
 
     def experts(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         if self.form.startswith("grouped_mm"):
             return self._grouped_mm(tokens, weights, experts)
-        permutation = sort_by_expert(experts, len(self.w_up), implementation=self.implementation)
+        permutation = sort_by_expert(experts, len(self.w_up))
         w_up, w_down = self._materialised() if self.form == "materialised" else (self.w_up, self.w_down)
         adapters = ExpertAdapters(*self.factors, self.scale) if self.form == "lora" else None
-        options = {"adapters": adapters, "implementation": self.implementation}
-        return fused_experts(tokens, weights, permutation, w_up, w_down, **options)
+        return fused_experts(tokens, weights, permutation, w_up, w_down, adapters=adapters)
 
     def _materialised(self) -> tuple[Tensor, Tensor]:
         up_a, up_b, down_a, down_b = self.factors
         return self.w_up + self.scale * (up_b @ up_a), self.w_down + self.scale * (down_b @ down_a)
 
     def _grouped_mm(self, tokens: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        row_to_slot, slot_to_row, offsets = sort_slots(experts, len(self.w_up))
-        rows = tokens[row_to_slot // self.top_k]
         split = self.form == "grouped_mm_split"
         w_up, w_down = (self.w_up, self.w_down) if split else self._materialised()
         up_a, up_b, down_a, down_b = self.factors
 
-        def multiply(rows: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        def multiply(rows: Tensor, offsets: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
             product = functional.grouped_mm(rows, weight.transpose(1, 2), offs=offsets)
             if not split:
                 return product
             low = functional.grouped_mm(rows, a.transpose(1, 2), offs=offsets)
             return product + self.scale * functional.grouped_mm(low, b.transpose(1, 2), offs=offsets)
 
-        gate, up = multiply(rows, w_up, up_a, up_b).chunk(2, dim=-1)
-        rows = multiply(functional.silu(gate) * up, w_down, down_a, down_b)
-        chosen = rows[slot_to_row].view(len(tokens), self.top_k, -1)
-        return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
+        def compute(rows: Tensor, offsets: Tensor) -> Tensor:
+            gate, up = multiply(rows, offsets, w_up, up_a, up_b).chunk(2, dim=-1)
+            return multiply(functional.silu(gate) * up, offsets, w_down, down_a, down_b)
+
+        return sum_of_experts(compute, tokens, weights, experts, len(self.w_up))
 
 
 FORMS = ("lora", "frozen", "full", "materialised", "grouped_mm", "grouped_mm_split")
@@ -116,8 +113,8 @@ def check(module: Adapted, tokens: Tensor) -> None:
     """
     tokens = tokens[:_CHECKED_TOKENS]
     with torch.no_grad():
-        chosen, experts = functional.linear(tokens, module.w_router).float().topk(module.top_k)
-        weights, experts = chosen.softmax(-1), experts.int()
+        weights, experts = choose_experts(tokens, module.w_router, module.top_k)
+    experts = experts.int()
     permutation = reference.sort_by_expert(experts, len(module.w_up))
     dout = torch.randn_like(tokens)
 
@@ -149,24 +146,23 @@ def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
 
 
 def bench(shape: Shape, rank: int, options: argparse.Namespace) -> list[Row]:
-    """Return a row per form."""
     device, dtype, forms = options.device, options.dtype, options.forms
-    modules, runs, memory = {}, {}, {}
+    functions: dict[str, Callable[[], object]] = {}
+    memory = {}
     for form in forms:
         layer = make_layer(shape, device, dtype).requires_grad_(form == "full")
-        module = Adapted(layer, rank, form)
-        tokens = make_tokens(layer, shape, "even", dtype)
+        adapted = Adapted(layer, rank, form)
+        tokens = make_tokens(layer, shape, "even")
         if form not in ("frozen", "full"):
-            check(module, tokens)
-        modules[form] = torch.compile(module, disable=device == "cpu") if form == "grouped_mm_split" else module
-        runs[form] = passes(modules[form], tokens)["forward+backward"]
-        runs[form]()
+            check(adapted, tokens)
+        module = torch.compile(adapted, disable=device == "cpu") if form == "grouped_mm_split" else adapted
+        functions[form] = passes(module, tokens)["forward+backward"]
+        functions[form]()
         torch.cuda.empty_cache()  # does nothing without a GPU
-        memory[form] = measure_memory(modules[form], tokens)
-        module.zero_grad()
-    functions: dict[str, Callable[[], object]] = dict(runs)
+        memory[form] = measure_memory(module, tokens)
+        adapted.zero_grad()
     if options.graph:
-        functions = {form: in_a_graph(run) for form, run in runs.items()}
+        functions = {form: in_a_graph(run) for form, run in functions.items()}
     dense = dense_gemms(shape, device, dtype)
     functions |= {f"dense/{name}": dense[name] for name in ("up", "down", "down_dgrad", "up_dgrad")}
     moved = torch.empty(shape.num_rows, shape.d_model, device=device, dtype=dtype)

@@ -61,11 +61,6 @@ class Peer(nn.Module):
 
 
 def load_adapter(name: str) -> Adapter:
-    """Return the function `name`, which is "module:function".
-
-    Raises:
-        SystemExit: the module has no such function.
-    """
     module, _, function = name.partition(":")
     adapter = getattr(importlib.import_module(module), function, None)
     if not callable(adapter):
@@ -78,11 +73,7 @@ def differences(
     peer: Peer,
     tokens: Tensor,  # [T, D]
 ) -> dict[str, float]:
-    """Return the relative differences of the peer's output and gradients from the layer's, by the names in `COMPARED`.
-
-    Raises:
-        SystemExit: the peer computes something else.
-    """
+    """Return the relative differences of the peer's output and gradients from the layer's, by name as in `COMPARED`."""
     dout = torch.randn_like(tokens)
 
     def run(module: nn.Module) -> list[Tensor | None]:
@@ -107,7 +98,6 @@ def differences(
 
 
 def bench_peer(shape: Shape, routing: str, adapter: Adapter, options: argparse.Namespace) -> list[Row]:
-    """Return result rows of the layer and the peer for one shape and routing."""
     layer, tokens = checked_layer(shape, routing, options)
     peer = Peer(layer, adapter)
     found = differences(layer, peer, tokens)

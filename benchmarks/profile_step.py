@@ -83,7 +83,6 @@ def gemm_of(kernel: Kernel, args: Arguments) -> Gemm:
 def record_gemms(step: Callable[[], object]) -> list[Gemm]:
     """Return the GEMMs of a step, in the order of their launches."""
     gemms = []
-
     launch_as_before = selection._launch
 
     def recording(args: Arguments) -> Kernel | None:
@@ -143,7 +142,7 @@ def account(shape: Shape, activation: str, options: argparse.Namespace) -> list[
     """Return a row for each kernel of the step, a row for the gaps between kernels and a row for the whole step."""
     dtype = options.dtype
     layer = make_layer(shape, options.device, dtype, **VARIANTS[activation])
-    tokens = make_tokens(layer, shape, "even", dtype)
+    tokens = make_tokens(layer, shape, "even")
     step = passes(layer, tokens)["forward+backward"]
     for _ in range(3):
         step()
@@ -225,15 +224,12 @@ def explain(rows: list[dict]) -> list[dict]:
     kernels, all of their time. The points and the share of the dense bound add up to 100. `bytes_points` is the part
     that a copy of the same bytes would take, at most the measured time. `lost_points` is the rest. Both are None for
     GEMMs and for unknown bytes.
-
-    Raises:
-        ValueError: a field or a row is missing.
     """
     steps = defaultdict(list)
     for row in rows:
         if missing := [name for name in EXPLAINED if name not in row]:
             raise ValueError(f"explain: rows must have {', '.join(EXPLAINED)}, got one without {', '.join(missing)}")
-        # Older results have only SwiGLU, and no field "activation".
+        # Older results have no field "activation", because they have only SwiGLU.
         steps[row["shape"], row.get("activation", "swiglu")].append(row)
     return [{"shape": shape, "activation": name, **explain_step(step)} for (shape, name), step in steps.items()]
 
@@ -264,10 +260,10 @@ def explain_stage(kernels: list[dict], step_ms: float) -> dict[str, float | None
     ms, is_gemm = sum(row["ms"] for row in kernels), kernels[0]["tflops_per_s"] is not None
     dense_ms = sum(row["bound_ms"] for row in kernels) if is_gemm else None
     points = 100 * (ms - (dense_ms or 0.0)) / step_ms
-    bytes_points = None
+    bytes_points = lost_points = None
     if not is_gemm and all(row["bound_ms"] is not None for row in kernels):
         bytes_points = 100 * sum(min(row["bound_ms"], row["ms"]) for row in kernels) / step_ms
-    lost_points = None if bytes_points is None else points - bytes_points
+        lost_points = points - bytes_points
     split = {"bytes_points": bytes_points, "lost_points": lost_points}
     return {"ms": ms, "dense_ms": dense_ms, "points": points, **split}
 

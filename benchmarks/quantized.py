@@ -32,7 +32,7 @@ from .common.command import Command
 from .common.layers import make_layer, make_tokens, measure_memory, passes
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import copy_bytes_per_ms, in_a_graph, timed
+from .common.timing import copy_bytes_per_ms, in_a_graph, timed, timed_against_copy
 
 PLAIN = "plain"
 FORMS = (PLAIN, "fp8", "mxfp4", "nf4", "int8")
@@ -49,7 +49,7 @@ def make_form(shape: Shape, form: str, options: argparse.Namespace) -> MoEFeedFo
 def checked_form(shape: Shape, form: str, options: argparse.Namespace) -> tuple[MoEFeedForward, torch.Tensor]:
     """Return a checked layer, and its tokens [T, D]."""
     layer = make_form(shape, form, options)
-    tokens = make_tokens(layer, shape, "even", options.dtype)
+    tokens = make_tokens(layer, shape, "even")
     check(layer, tokens)
     return layer, tokens
 
@@ -73,7 +73,7 @@ def stored_bytes(layer: MoEFeedForward, num_experts: int) -> int:
     """Return the number of bytes in the stored weights of this many experts."""
     weights = (layer.experts.w_up, layer.experts.w_down)
     tensors = [t for w in weights for t in (w.parameters() if isinstance(w, QuantizedExperts) else [w])]
-    return sum(t.numel() * t.element_size() for t in tensors) * num_experts // layer.num_experts
+    return sum(t.nbytes for t in tensors) * num_experts // layer.num_experts
 
 
 def bench_training(shape: Shape, options: argparse.Namespace) -> list[Row]:
@@ -102,12 +102,8 @@ def bench_decoding(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, read = {}, {}
     for form in options.forms:
         layer, tokens = checked_form(shape, form, options)
-        num_hit = layer.router(tokens).topk_experts.unique().numel()
-        read[form] = stored_bytes(layer, num_hit)
-
-        def run(layer: MoEFeedForward = layer, tokens: torch.Tensor = tokens) -> object:
-            return layer(tokens)
-
+        read[form] = stored_bytes(layer, layer.router(tokens).topk_experts.unique().numel())
+        run = partial(layer, tokens)
         runs[form] = in_a_graph(run) if options.device == "cuda" else run
     rows, speed = compared_with_plain(runs, options), copy_bytes_per_ms(options.device)
     for row in rows:
@@ -118,26 +114,12 @@ def bench_decoding(shape: Shape, options: argparse.Namespace) -> list[Row]:
 
 @torch.no_grad()
 def bench_dequantization(shape: Shape, options: argparse.Namespace) -> list[Row]:
-    runs, moved = {}, {}
+    runs = {}
     for form in (form for form in options.forms if form != PLAIN):
-        layer = make_form(shape, form, options)
-        weight = layer.experts.w_up
+        weight = make_form(shape, form, options).experts.w_up
         assert isinstance(weight, QuantizedExperts)
-        runs[form] = weight.dequantize
-        moved[form] = weight.weight().num_bytes + weight.dequantize().nbytes
-    if not runs:
-        return []
-    timings = timed(runs, options)
-    speed = copy_bytes_per_ms(options.device)
-    return [
-        {
-            "form": form,
-            **timing._asdict(),
-            "gb_per_s": moved[form] / timing.ms / 1e6,
-            "share_of_copy": moved[form] / timing.ms / speed,
-        }
-        for form, timing in timings.items()
-    ]
+        runs[form] = weight.dequantize, weight.weight().num_bytes + weight.dequantize().nbytes
+    return [{"form": form, **found} for form, found in timed_against_copy(runs, options).items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ timed as replays of a CUDA graph, without host time.
 With `--layers`, each GEMM of each layer is measured. All kernels that may be fastest are checked and timed in turns.
 The ratio divides by the fastest kernel's time. The file holds every time, so that a rule can be derived from it.
 `--tile-orders` adds the rule's kernel with other numbers of row tiles per group. The form "copies" times the whole op
-with backward and host time, for every choice of gathers that are separate copies.
+with backward and host time, once for each choice of which gathers are separate copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates, check, copies_name, copies_steps
 
 from .common.command import Command, print_rows
-from .common.layers import fits_memory
+from .common.layers import fitting
 from .common.results_file import Row, Task
 from .common.shapes import Shape, shapes_named
 from .common.timing import Timing, in_a_graph, timed
@@ -48,12 +48,7 @@ WITHIN = 1.15  # largest accepted ratio
 
 
 def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> list[Row]:
-    """Return a row that compares the table's kernel with the rule's kernel for the arguments of a table entry.
-
-    Raises:
-        ValueError: the table names a kernel that does not support the arguments.
-        AssertionError: a kernel is wrong.
-    """
+    """Return a row that compares the table's kernel with the rule's kernel for the arguments of a table entry."""
     args = arguments_of(key, options.device)
     kernels = get_kernels(args)
     named = {kernel.metadata.kernel_name: kernel for kernel in kernels}
@@ -66,15 +61,13 @@ def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> lis
     row: Row = {"op": key.split(" ")[0], "key": key}
     for name, kernel in chosen.items():
         timing = times[kernel.metadata.kernel_name]
-        row |= {f"{name}_kernel": kernel.metadata.kernel_name}
+        row[f"{name}_kernel"] = kernel.metadata.kernel_name
         row |= {f"{name}_{field}": value for field, value in timing._asdict().items()}
     return [{**row, "ratio": row["rule_ms"] / row["table_ms"]}]
 
 
-FORMS = (
-    *("up", "up_plain", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad"),
-    *("up_gather", "up_plain_gather", "down_dgrad_gather", "down_wgrad_gather", "up_wgrad_gather", "copies"),
-)
+FORMS = ("up", "up_plain", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad")
+FORMS += ("up_gather", "up_plain_gather", "down_dgrad_gather", "down_wgrad_gather", "up_wgrad_gather", "copies")
 TILE_ORDERS = (4, 8, 16)
 
 
@@ -101,11 +94,7 @@ def layer_of_shape(shape: Shape, options: argparse.Namespace) -> Layer:
 
 
 def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
-    """Measure all kernels that may be the fastest for these arguments.
-
-    Raises:
-        AssertionError: a kernel is wrong.
-    """
+    """Check and measure all kernels that may be the fastest for these arguments."""
     row: Row = {"op": args.table_key().split(" ")[0], "key": args.table_key()}
     kernels = candidates(args)
     if not kernels:
@@ -125,7 +114,7 @@ def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
 
 
 def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
-    """Time the whole op with backward for every choice of gathers that are separate copies."""
+    """Time the whole op with backward, once for each choice of which gathers are separate copies."""
     torch.cuda.empty_cache()  # does nothing without a GPU
     layer = layer_of_shape(shape, options)
     rule = copies_for(None, layer.tokens, layer.w_up, shape.d_ff, shape.num_rows)
@@ -208,11 +197,8 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
         for key, name in entries:
             yield {"key": key}, partial(bench_entry, key, name, options)
         return
-    for shape in shapes_named(options.layers):
-        if fits_memory(shape, options.device):
-            yield from layer_tasks(shape, options)
-        else:
-            print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
+    for shape in fitting(shapes_named(options.layers), options.device):
+        yield from layer_tasks(shape, options)
 
 
 def print_summary(options: argparse.Namespace, rows: list[Row]) -> None:

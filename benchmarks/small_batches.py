@@ -60,9 +60,9 @@ def warm_up(functions: dict[str, Callable[[], object]]) -> None:
 def bench_small(shape: Shape, bytes_per_ms: float, options: argparse.Namespace) -> list[dict]:
     """Return one row. Launches and graphs exist on a GPU only; elsewhere their fields are None."""
     torch.cuda.empty_cache()  # does nothing without a GPU
-    device, dtype = options.device, options.dtype
-    layer = make_layer(shape, device, dtype)
-    tokens = make_tokens(layer, shape, "even", dtype)
+    device = options.device
+    layer = make_layer(shape, device, options.dtype)
+    tokens = make_tokens(layer, shape, "even")
     run = passes(layer, tokens)
     warm_up(run)
     row = {"shape": shape.name, "T": shape.num_tokens}
@@ -97,7 +97,7 @@ def bench_host(shape: Shape, options: argparse.Namespace) -> list[dict]:
     torch.cuda.empty_cache()  # does nothing without a GPU
     device, dtype = options.device, options.dtype
     layer = make_layer(shape, device, dtype)
-    tokens = make_tokens(layer, shape, "even", dtype)
+    tokens = make_tokens(layer, shape, "even")
     sizes = {"device": device, "dtype": dtype}
     dense = nn.Sequential(
         nn.Linear(shape.d_model, shape.d_ff, **sizes), nn.SiLU(), nn.Linear(shape.d_ff, shape.d_model, **sizes)

@@ -75,10 +75,8 @@ COMPUTE_TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 # Arguments of vLLM's kernel for biases, quantised weights and other forms, none of which is used.
 UNUSED = {
     **dict.fromkeys(("b_bias_ptr", "a_scale_ptr", "b_scale_ptr")),
-    **dict.fromkeys(
-        ("stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn", "stride_bbe", "stride_bbn"), 0
-    ),
-    **dict.fromkeys(("group_n", "group_k"), 0),
+    **dict.fromkeys(("stride_asm", "stride_ask", "stride_bse", "stride_bsk", "stride_bsn"), 0),
+    **dict.fromkeys(("stride_bbe", "stride_bbn", "group_n", "group_k"), 0),
     **dict.fromkeys(("use_fp8_w8a8", "use_int8_w8a8", "use_int8_w8a16", "per_channel_quant"), False),
     **dict.fromkeys(("naive_block_assignment", "HAS_BIAS", "SWAP_AB", "USE_TD"), False),
     "SPLIT_K": 1,
@@ -90,9 +88,6 @@ def load_kernel(source: Path, directory: Path) -> Any:
 
     Args:
         directory: directory for the module. Triton reads a kernel's source from its file.
-
-    Raises:
-        SystemExit: the file has no such kernel.
     """
     text = source.read_text()
     lines, parts = text.splitlines(), ["import triton", "import triton.language as tl"]
@@ -145,11 +140,7 @@ def launch(
     top_k: int,
     tiles: Tiles,
 ) -> None:
-    """Launch vLLM's kernel with arguments by name, because they differ between versions.
-
-    Raises:
-        SystemExit: the kernel has a parameter that is not known here.
-    """
+    """Launch vLLM's kernel with arguments by name, because they differ between versions."""
     capacity = len(blocks.slots)
     values = {
         **UNUSED,
@@ -206,29 +197,22 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
 
 @torch.no_grad()
 def bench_experts(kernel: Any, shape: Shape, bytes_per_ms: float, options: argparse.Namespace) -> list[Row]:
-    """Return one row."""
-    device, dtype = options.device, options.dtype
-    layer = make_layer(shape, device, dtype)
-    tokens = make_tokens(layer, shape, "even", dtype)
+    layer = make_layer(shape, options.device, options.dtype)
+    tokens = make_tokens(layer, shape, "even")
     topk_experts, topk_weights, *_ = layer.router(tokens)
     permutation = sort_by_expert(topk_experts, shape.num_experts)
-    experts = layer.experts
-
-    def ours() -> Tensor:
-        return fused_experts(
-            tokens, topk_weights, permutation, experts.w_up, experts.w_down, activation=experts.activation
-        )
+    w_up, w_down, activation = layer.experts.w_up, layer.experts.w_down, layer.experts.activation
 
     def of_vllm(tiles: Tiles) -> Callable[[], Tensor]:
         blocks = assign_blocks(permutation, topk_experts, shape.num_experts, tiles.block_m)
         return partial(vllm_experts, kernel, layer, tokens, topk_weights, blocks, tiles)
 
+    ours = partial(fused_experts, tokens, topk_weights, permutation, w_up, w_down, activation=activation)
     functions = {"ours": ours, **{str(tuple(each)): of_vllm(each) for each in TILES}}
     operands = tokens.float(), topk_weights, reference.sort_by_expert(topk_experts, shape.num_experts)
-    weights = experts.w_up.float(), experts.w_down.float()
-    exact = reference.fused_experts(*operands, *weights, activation=experts.activation)
+    exact = reference.fused_experts(*operands, w_up.float(), w_down.float(), activation=activation)
     errors = {name: relative_error(function(), exact) for name, function in functions.items()}
-    if device == "cuda":
+    if options.device == "cuda":
         functions = {name: in_a_graph(function) for name, function in functions.items()}
     times = {name: timing.ms for name, timing in timed(functions, options).items()}
     fastest = min(times.keys() - {"ours"}, key=times.__getitem__)

@@ -1,6 +1,8 @@
-"""Model and text of `train_language_model.py`: a decoder-only transformer, and the standard library's source.
+"""Parts that the training examples share: a decoder-only transformer, a text, and a plot of the experts' loads.
 
-Letters: B windows in a batch, S bytes in a window, D width, H heads, L layers, E experts.
+The text is the source of the standard library.
+
+Letters: B windows in a batch, S bytes in a window, D width, H heads, L layers, E experts, N points in time.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import random
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
@@ -40,14 +42,10 @@ class Settings:
     peak_learning_rate: float
     warmup_steps: int
     log_every: int  # steps; in between, the loop never synchronises with the GPU
-    evaluate_every: int  # steps; also writes a checkpoint
-    held_out_windows: int
+    evaluate_every: int = 200  # steps, in `train_language_model.py`, which then also writes a checkpoint
+    held_out_windows: int = 64
     seed: int = 0
     precision: str | None = None  # of experts, or "float32" for all; None: bfloat16 on a GPU, else float32
-
-    @property
-    def precision_of_experts(self) -> str | None:
-        return None if self.precision == "float32" else self.precision
 
 
 class Text(NamedTuple):
@@ -136,7 +134,7 @@ class Block(nn.Module):
             settings.num_experts,
             settings.top_k,
             balance_losses=BalanceLosses(switch=0.01, z=1e-3),
-            precision=settings.precision_of_experts,
+            precision=None if settings.precision == "float32" else settings.precision,
             implementation=implementation,
         )
 
@@ -190,3 +188,24 @@ def rotate(
 ) -> Tensor:  # [B, H, S, D / H]
     first, second = x.chunk(2, dim=-1)
     return x * rotation[0] + torch.cat([-second, first], dim=-1) * rotation[1]
+
+
+def draw_expert_load(
+    axes: Any,
+    shares: Tensor,  # [N, L, E]: shares of the layer's slots
+    last_step: int,
+) -> Any:
+    """Draw the share of every expert over time, and return the image for a colour bar in per cent."""
+    num_layers, num_experts = shares.shape[1:]
+    image = axes.imshow(
+        100 * shares.flatten(1).T.numpy(),
+        aspect="auto",
+        interpolation="nearest",
+        cmap="coolwarm",
+        vmin=0,
+        vmax=2 * 100 / num_experts,
+        extent=(0, last_step, num_layers, 0),
+    )
+    axes.hlines(range(1, num_layers), 0, last_step, color="black", linewidth=1)
+    axes.set_yticks([layer + 0.5 for layer in range(num_layers)], map(str, range(num_layers)))
+    return image

@@ -40,7 +40,6 @@ PRESETS = {
         peak_learning_rate=2e-3,
         warmup_steps=10,
         log_every=10,
-        evaluate_every=60,
         held_out_windows=32,
     ),
     "gpu": Settings(
@@ -56,7 +55,6 @@ PRESETS = {
         peak_learning_rate=5e-4,
         warmup_steps=20,
         log_every=20,
-        evaluate_every=200,
         held_out_windows=64,
     ),
 }

@@ -1,8 +1,8 @@
 """Quantise the experts of a small trained model to each format, and train adapters over them.
 
 The model of `train_language_model.py` first learns the standard library's source. Then, for each format: the loss of
-the model with quantised experts, and the loss after some steps of LoRA adapters over them. Losses are in nats per byte;
-e to that power is the perplexity per byte.
+the model with quantised experts, and the loss after some steps of LoRA adapters over them. Losses are in nats per byte,
+and exp(loss) is the perplexity per byte.
 
     python examples/fine_tune_quantized.py    # about two minutes on one CPU core
 """
@@ -39,8 +39,6 @@ SETTINGS = Settings(
     peak_learning_rate=3e-3,
     warmup_steps=20,
     log_every=20,
-    evaluate_every=200,
-    held_out_windows=64,
 )
 
 
@@ -75,7 +73,7 @@ def train(model: LanguageModel, text: Text, settings: Settings, learning_rate: f
 def expert_bytes(model: LanguageModel) -> int:
     """Return the bytes of the experts' weights, without adapters."""
     named = (item for block in model.blocks for item in block.feed_forward.experts.named_parameters())
-    return sum(tensor.numel() * tensor.element_size() for name, tensor in named if "lora" not in name)
+    return sum(tensor.nbytes for name, tensor in named if "lora" not in name)
 
 
 def report(model: LanguageModel, name: str, loss: float) -> None:

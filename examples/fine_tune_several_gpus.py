@@ -5,8 +5,9 @@
     python examples/fine_tune_several_gpus.py                                   # one process, the same losses
 
 Nothing is downloaded: the first rank writes a model with random weights. Each rank then reads its own experts and the
-rest, as it would read a published model. Everything but the experts is replicated, by FSDP2 or with adapters by
-DistributedDataParallel. The model, or the adapters, are saved and loaded again. Losses are in nats per byte.
+rest, as it would read a published model. FSDP2 shards everything but the experts over all ranks; with adapters,
+DistributedDataParallel replicates it. The model, or the adapters, are saved and loaded again. Losses are in nats per
+byte.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def load(folder: Path, mesh: DeviceMesh, implementation: str | None) -> Any:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, device_map={"": device}, output_router_logits=False
         )
-    # The shares of experts in the batch of all ranks. transformers' own loss would read those of a rank.
+    # This loss uses the experts' shares in the batch of all ranks. transformers' own loss would use those of one rank.
     balance_routing(model, BalanceLosses(global_batch=0.01, group=distributed.group.WORLD))
     return model.train()
 

@@ -25,12 +25,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     if options.directory is not None:
-        load(options.directory, options)
+        load(options)
         return
     with tempfile.TemporaryDirectory() as directory:
         options.directory, options.layer = Path(directory) / "checkpoint", 0
         write_small_checkpoint(options.directory)
-        load(options.directory, options)
+        load(options)
 
 
 def write_small_checkpoint(directory: Path) -> None:
@@ -41,11 +41,11 @@ def write_small_checkpoint(directory: Path) -> None:
     print(f"wrote {len(list(directory.glob('*.safetensors')))} files to {directory}")
 
 
-def load(directory: Path, options: argparse.Namespace) -> None:
+def load(options: argparse.Namespace) -> None:
     experts = None if options.experts is None else range(*options.experts)
     start = time.perf_counter()
     layer, report = MoEFeedForward.from_checkpoint(
-        directory, options.layer, device=options.device, experts=experts, return_report=True
+        options.directory, options.layer, device=options.device, experts=experts, return_report=True
     )
     seconds = time.perf_counter() - start
     num_bytes = sum(parameter.nbytes for parameter in layer.parameters())

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from _language_model import LanguageModel, Settings, Text, draw_batch, load_text, use_one_cpu_thread
+from _language_model import LanguageModel, Settings, Text, draw_batch, draw_expert_load, load_text, use_one_cpu_thread
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.nn import functional
@@ -41,8 +41,6 @@ SETTINGS = Settings(
     peak_learning_rate=3e-3,
     warmup_steps=20,
     log_every=10,
-    evaluate_every=300,
-    held_out_windows=64,
 )
 
 
@@ -121,22 +119,12 @@ def plot(settings: Settings, loads: dict[str, Load], path: Path) -> None:
     violation.set_ylim(bottom=0)
     violation.grid(alpha=0.3)
     violation.legend()
-    even = 100 / settings.num_experts
     for axes, (name, load) in zip(maps, loads.items(), strict=True):
-        image = axes.imshow(
-            100 * load.shares.flatten(1).T.numpy(),
-            aspect="auto",
-            interpolation="nearest",
-            cmap="coolwarm",
-            vmin=0,
-            vmax=2 * even,
-            extent=(0, load.steps[-1], settings.num_layers, 0),
-        )
-        axes.hlines(range(1, settings.num_layers), 0, load.steps[-1], color="black", linewidth=1)
-        axes.set_yticks([layer + 0.5 for layer in range(settings.num_layers)], map(str, range(settings.num_layers)))
+        image = draw_expert_load(axes, load.shares, load.steps[-1])
         axes.set_ylabel(f"{name}\nlayer, {settings.num_experts} experts each")
     maps[-1].set_xlabel("step")
-    figure.colorbar(image, ax=maps, extend="max", label=f"expert's share of its layer's slots (%), {even:.3g} if even")
+    label = f"expert's share of its layer's slots (%), {100 / settings.num_experts:.3g} if even"
+    figure.colorbar(image, ax=maps, extend="max", label=label)
     figure.savefig(path, dpi=120)
 
 

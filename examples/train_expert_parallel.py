@@ -1,8 +1,8 @@
 """Train the language model of `train_language_model.py` on several ranks, which share the experts of every layer.
 
 Every rank takes its part of each batch, so the losses equal those of a single rank, up to rounding. The experts are
-sharded over `--expert-processes` ranks; everything else, and the copies of the experts, is sharded by FSDP2 over the
-rest.
+sharded over `--expert-processes` ranks. FSDP2 shards each expert over the ranks that hold a copy of it, and everything
+else over all ranks.
 
     torchrun --nproc-per-node 2 examples/train_expert_parallel.py --steps 100     # two CPU processes, or two GPUs
     torchrun --nproc-per-node 8 examples/train_expert_parallel.py                 # eight GPUs
@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 from _language_model import LanguageModel, Settings, Text, draw_batch, held_out_windows, load_text, use_one_cpu_thread
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
-from train_language_model import PRESETS, learning_rate, loss_of, predict
+from train_language_model import PRESETS, learning_rate, loss_of, make_optimizer, predict
 
 from moe_layers import BalanceLosses, ExpertParallel, clip_grad_norm_
 
@@ -48,13 +48,8 @@ class Run:
 def start_processes() -> torch.device:
     """Join the processes that torchrun started, or run as a single process."""
     if "LOCAL_RANK" not in os.environ:
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "0",
-        }
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     # Some machines report NVLink multicast although it does not work.
     os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     device = torch.device("cpu")
@@ -98,13 +93,6 @@ def start_run(
         fully_shard(block, mesh=everyone)
     fully_shard(model, mesh=everyone)
     return Run(settings, text, model, make_optimizer(model))
-
-
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def own_part(windows: Tensor) -> Tensor:  # [B, ...] -> [B / P, ...]

@@ -34,6 +34,7 @@ from _language_model import (
     Text,
     bigram_loss,
     draw_batch,
+    draw_expert_load,
     held_out_windows,
     load_text,
     use_one_cpu_thread,
@@ -110,15 +111,19 @@ def start_run(settings: Settings, text: Text, implementation: str | None = None)
     torch.manual_seed(settings.seed)
     # Drawn on the CPU, so that every device starts from the same weights.
     model = LanguageModel(settings, implementation).to(device)
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
     history = History(
         torch.full((settings.steps,), torch.nan, device=device),
         torch.full((settings.steps + 1,), torch.nan, device=device),
         torch.zeros(settings.steps, settings.num_layers, settings.num_experts, dtype=torch.int32, device=device),
     )
-    return Run(settings, text, model, torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True), history)
+    return Run(settings, text, model, make_optimizer(model), history)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
+    scales = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": scales, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate(settings: Settings, step: int) -> float:
@@ -296,24 +301,12 @@ def plot(run: Run, path: Path) -> None:
     losses.set_ylabel("loss (nats per byte)")
     losses.grid(alpha=0.3)
     losses.legend()
-    num_layers, num_experts = run.settings.num_layers, run.settings.num_experts
     bins = expert_shares(history.tokens_per_expert[: run.step]).tensor_split(min(run.step, 100))
-    shares = torch.stack([steps.mean(0).flatten() for steps in bins], dim=1)  # [L * E, bins]
-    even = 100 / num_experts
-    image = load.imshow(
-        100 * shares.numpy(),
-        aspect="auto",
-        interpolation="nearest",
-        cmap="coolwarm",
-        vmin=0,
-        vmax=2 * even,
-        extent=(0, run.step, num_layers, 0),
-    )
-    load.hlines(range(1, num_layers), 0, run.step, color="black", linewidth=1)
-    load.set_yticks([layer + 0.5 for layer in range(num_layers)], [str(layer) for layer in range(num_layers)])
+    image = draw_expert_load(load, torch.stack([steps.mean(0) for steps in bins]), run.step)
+    num_experts = run.settings.num_experts
     load.set_ylabel(f"layer, {num_experts} experts each")
     load.set_xlabel("step")
-    label = f"expert's share of its layer's slots (%), {even:.3g} if even"
+    label = f"expert's share of its layer's slots (%), {100 / num_experts:.3g} if even"
     figure.colorbar(image, ax=load, extend="max", label=label)
     figure.savefig(path, dpi=120)
 

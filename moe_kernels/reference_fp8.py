@@ -36,9 +36,8 @@ def quantize_blocks(
     """
     size_m, size_n = matrix.shape[-2:]
     padded = functional.pad(matrix.float(), (0, -size_n % columns, 0, -size_m % rows))
-    blocks = padded.unflatten(-1, (-1, columns)).unflatten(
-        -3, (-1, rows)
-    )  # [..., M / rows, rows, N / columns, columns]
+    # [..., M / rows, rows, N / columns, columns]
+    blocks = padded.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
     largest = blocks.abs().amax((-3, -1), keepdim=True)
     inverse = torch.where(largest == 0, 1.0, LARGEST / largest.clamp(min=SMALLEST))
     values = (blocks * inverse).flatten(-4, -3).flatten(-2)[..., :size_m, :size_n]

@@ -142,8 +142,6 @@ class MoEConfig:
         """Return whether the activation of the shared expert is gated."""
         return _as_activation("activation", self.shared_activation or self.activation).gated
 
-    # Sizes
-
     def num_parameters(self, *, active: bool = False) -> int:
         """Return the number of parameters of the whole layer. A selection bias is a buffer and does not count.
 
@@ -179,8 +177,6 @@ class MoEConfig:
         if self.shared_d_ff is not None:
             elements += (2 + self.shared_is_gated) * self.d_model * self.shared_d_ff + self.shared_gate * self.d_model
         return elements
-
-    # Serialisation
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON types. `from_dict` reads the result.

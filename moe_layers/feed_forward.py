@@ -69,7 +69,7 @@ class MoEFeedForward(nn.Module):
             the scale of `set_aux_loss_scale`. None for no losses.
         recompute: "up" recomputes the experts' preactivations in backward instead of saving them. The recomputation
             costs one GEMM. None, the default, saves the preactivations.
-        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`; None, the default, multiplies
+        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`. None, the default, multiplies
             operands in the dtype of the parameters.
         implementation: "triton", "reference", or None (default) to choose by device.
 

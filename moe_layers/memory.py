@@ -17,8 +17,7 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
     """Return the number of bytes that a forward saves for backward, without parameters, buffers and the input.
 
     Each storage counts once. The layer runs on fake tensors, which have sizes but no memory. The function therefore
-    launches and allocates nothing on the layer's device. The result does not depend on the number of dropped or masked
-    tokens.
+    launches and allocates nothing on the layer's device. Dropped or masked tokens do not change the result.
 
     For a transformers model that was given to `enable`, the result is the sum over its MoE blocks: routers, routed
     experts and shared experts. Attention is not included.
@@ -34,9 +33,11 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
             depends on the routing.
     """
     if hasattr(layer, "aux_loss_scale"):
-        _check_experts(layer.experts.implementation, layer.experts.w_up, layer.experts.local_share is not None)
-        sizes = num_tokens, layer.d_model
-        return _saved_by(layer, layer, sizes, dtype or layer.experts.w_up.dtype, layer.experts.w_up.device)
+        if layer.experts.local_share is not None:
+            raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
+        w_up = layer.experts.w_up
+        _check_implementation(layer.experts.implementation, w_up)
+        return _saved_by(layer, layer, (num_tokens, layer.d_model), dtype or w_up.dtype, w_up.device)
     routers = attached_routers(layer).values() if isinstance(layer, nn.Module) else ()
     if not routers:
         raise ValueError(
@@ -48,14 +49,12 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
 
 def _saved_by_block(router: AttachedRouter, num_tokens: int, dtype: torch.dtype | None) -> int:
     implementation, w_up = router.expert_settings("saved_bytes")
-    _check_experts(implementation, w_up, is_shared=False)
+    _check_implementation(implementation, w_up)
     sizes = 1, num_tokens, router.weight.shape[-1]
     return _saved_by(router.block, router, sizes, dtype or w_up.dtype, w_up.device)
 
 
-def _check_experts(implementation: str | None, w_up: Tensor, is_shared: bool) -> None:
-    if is_shared:
-        raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
+def _check_implementation(implementation: str | None, w_up: Tensor) -> None:
     # An empty tensor represents w_up, because a quantised w_up is not a tensor.
     if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
         raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")

@@ -1,4 +1,4 @@
-"""Triton's interpreter without two pieces of work that it repeats, which take a quarter of its time."""
+"""Make Triton's interpreter skip two pieces of repeated work, which take a quarter of its time."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ def quicken() -> None:
 
 
 def _patch_once() -> None:
-    """Every call of a device function patches all of triton.language again, which the launch has patched."""
+    """Patch triton.language in the launch alone. The interpreter patches it again in each call of a device function."""
     patch_lang, original, unpatched = interpreter._patch_lang, tl.range, SimpleNamespace(restore=lambda: None)
 
     def patch(function):
@@ -25,7 +25,7 @@ def _patch_once() -> None:
 
 
 def _keep_dtypes() -> None:
-    """The dtype of each array is looked up in a table that is made for the look-up."""
+    """Keep each dtype of NumPy that was looked up. The interpreter builds its table anew for every look-up."""
     make, kept = interpreter._get_np_dtype, {}
 
     def get(dtype):

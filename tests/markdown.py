@@ -22,11 +22,7 @@ import torch
 
 LANGUAGES = ("python", "pycon", "sh", "yaml")
 # A command that starts with one of these runs; other commands are only checked.
-QUICK = (
-    "python -m moe_kernels explain",
-    "python -m moe_layers.checkpoint",
-    "python -m tests.fuzz",
-)
+QUICK = ("python -m moe_kernels explain", "python -m moe_layers.checkpoint", "python -m tests.fuzz")
 NEEDS = re.compile(r"<!-- needs: (\w+) -->")
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replace
 

@@ -96,7 +96,8 @@ def run_python(
     arguments: list, cwd: Path = ROOT, interpret: bool = False, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a Python process, by default without Triton's interpreter. Fail with its output if it fails."""
-    paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]  # of another Triton, too
+    # PYTHONPATH may lead to another Triton.
+    paths = [ROOT, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, paths)), **environment}
     if not interpret:
         variables.pop("TRITON_INTERPRET", None)

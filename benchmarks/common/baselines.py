@@ -32,16 +32,12 @@ class TorchGroupedMM(nn.Module):
         self,
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
-        num_tokens = tokens.shape[0]
-        logits = functional.linear(tokens, self.w_router).float()
-        chosen_logits, experts = logits.topk(self.top_k)
-        weights = chosen_logits.softmax(-1)
-        row_to_slot, slot_to_row, offsets = sort_slots(experts, len(self.w_up))
-        rows = tokens[row_to_slot // self.top_k]
+        weights, experts = choose_experts(tokens, self.w_router, self.top_k)
+        return sum_of_experts(self._experts, tokens, weights, experts, len(self.w_up))
+
+    def _experts(self, rows: Tensor, offsets: Tensor) -> Tensor:  # [R, D], [E] int32 -> [R, D]
         hidden = functional.grouped_mm(rows, self.w_up.transpose(1, 2), offs=offsets)
-        rows = functional.grouped_mm(self._activated(hidden), self.w_down.transpose(1, 2), offs=offsets)
-        chosen = rows[slot_to_row].view(num_tokens, self.top_k, -1)
-        return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
+        return functional.grouped_mm(self._activated(hidden), self.w_down.transpose(1, 2), offs=offsets)
 
     def _activated(self, hidden: Tensor) -> Tensor:  # [R, 2F or F] -> [R, F]
         if self.activation.name == "relu_squared":
@@ -51,14 +47,28 @@ class TorchGroupedMM(nn.Module):
         return functional.silu(gate) * up
 
 
-def sort_slots(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort [T, K] choices by PyTorch's ops. Return row_to_slot [T * K], slot_to_row [T * K] and offsets [E] int32."""
+def choose_experts(tokens: Tensor, w_router: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the weights [T, K] float32 and the experts [T, K] int64 of a softmax over the largest logits."""
+    chosen_logits, experts = functional.linear(tokens, w_router).float().topk(top_k)
+    return chosen_logits.softmax(-1), experts
+
+
+def sum_of_experts(
+    compute: Callable[[Tensor, Tensor], Tensor],  # (rows [R, D], offsets [E] int32) -> [R, D]
+    tokens: Tensor,  # [T, D]
+    weights: Tensor,  # [T, K]
+    experts: Tensor,  # [T, K]
+    num_experts: int,
+) -> Tensor:  # [T, D]
+    """Sort the slots by expert, compute their rows, and sum each token's rows, all with PyTorch's ops."""
     sorted_experts, row_to_slot = experts.flatten().sort(stable=True)
     boundaries = torch.arange(num_experts, device=experts.device, dtype=sorted_experts.dtype)
     offsets = torch.searchsorted(sorted_experts, boundaries, right=True).int()
     slot_to_row = torch.empty_like(row_to_slot)
     slot_to_row[row_to_slot] = torch.arange(len(row_to_slot), device=experts.device)
-    return row_to_slot, slot_to_row, offsets
+    rows = compute(tokens[row_to_slot // experts.shape[1]], offsets)
+    chosen = rows[slot_to_row].view(*experts.shape, -1)
+    return (chosen * weights[..., None]).sum(1).to(tokens.dtype)
 
 
 def grouped_mm_takes(shape: Shape, dtype: torch.dtype) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -34,20 +34,27 @@ def make_layer(shape: Shape, device: str, dtype: torch.dtype, **options: Any) ->
     return MoEFeedForward(*sizes, device=device, dtype=dtype, **{"activation": shape.activation, **options})
 
 
-def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str, dtype: torch.dtype) -> Tensor:  # [T, D]
-    """Return random tokens, shifted along the router's rows so that its choice follows `routing`."""
+def make_tokens(layer: MoEFeedForward, shape: Shape, routing: str) -> Tensor:  # [T, D]
+    """Return random tokens in the router's dtype, shifted along its weight's rows so that it chooses by `routing`."""
     w_router = layer.router.weight.detach().float()
     generator = torch.Generator(w_router.device).manual_seed(0)
     tokens = torch.randn(shape.num_tokens, shape.d_model, device=w_router.device, generator=generator)
     wanted = 8 * make_logits(shape.num_tokens, shape.num_experts, routing, w_router.device, generator)
     tokens += torch.linalg.lstsq(w_router, (wanted - tokens @ w_router.t()).t()).solution.t()
-    return tokens.to(dtype)
+    return tokens.to(layer.router.weight.dtype)
 
 
-def fits_memory(shape: Shape, device: str) -> bool:
-    """Estimate whether the GPU can hold the layer, its gradients, and the rows of the layer and its baseline."""
-    num_bytes = 6 * shape.num_weights + 20 * shape.num_rows * (shape.d_model + shape.d_ff)
-    return device == "cpu" or num_bytes < torch.cuda.get_device_properties(0).total_memory
+def fitting(shapes: Iterable[Shape], device: str) -> Iterator[Shape]:
+    """Yield the shapes that fit into the GPU's memory by estimate, and print the names of the others.
+
+    The estimate counts the layer, its gradients, and the rows of the layer and its baseline.
+    """
+    for shape in shapes:
+        num_bytes = 6 * shape.num_weights + 20 * shape.num_rows * (shape.d_model + shape.d_ff)
+        if device == "cpu" or num_bytes < torch.cuda.get_device_properties(0).total_memory:
+            yield shape
+        else:
+            print(f"{shape.name}: left out, because the GPU's memory cannot hold it")
 
 
 def num_checked(shape: Shape) -> int:
@@ -96,7 +103,6 @@ def run_experts(
 
 
 def passes(layer: torch.nn.Module, tokens: Tensor) -> dict[str, Callable[[], object]]:
-    """Return a function for each pass."""
     leaf = tokens.detach().requires_grad_()
     dout = torch.randn_like(tokens)
     parameters = list(layer.parameters())
@@ -131,10 +137,7 @@ def measure_memory(layer: torch.nn.Module, tokens: Tensor) -> tuple[float, float
     return saved / MIB, (torch.cuda.max_memory_allocated() - before) / MIB
 
 
-def chosen_bytes(
-    layer: MoEFeedForward,
-    topk_experts: torch.Tensor,  # [T, K]
-) -> int:
+def chosen_bytes(layer: MoEFeedForward, topk_experts: Tensor) -> int:
     """Return the number of bytes in the weights of the experts that at least one token chose."""
     experts = layer.experts
     return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)

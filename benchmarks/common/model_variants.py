@@ -40,7 +40,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (class of the confi
         | {"norm_topk_prob": True, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
     ),
 }
-NUM_LAYERS = {"qwen3-30b-a3b": 4, "tiny": 2}  # in `benchmarks.huggingface`
 OURS = "moe_layers"
 VOCABULARY = 32000
 ATTENTION = "causal_without_mask"  # name in transformers' registry of attention functions
@@ -76,10 +75,8 @@ def attend(
 transformers.AttentionInterface.register(ATTENTION, attend)
 
 
-def make_model(
-    name: str, num_layers: int, device: str, dtype: torch.dtype, attention: str | None = ATTENTION
-) -> nn.Module:
-    """Return a model in training mode. With `attention=None` transformers chooses how to compute attention."""
+def make_model(name: str, num_layers: int, device: str, dtype: torch.dtype) -> nn.Module:
+    """Return a model in training mode."""
     torch.manual_seed(0)
     kind, sizes = MODELS[name]
     if kind == "GptOssConfig":
@@ -87,7 +84,7 @@ def make_model(
     shared = {"vocab_size": VOCABULARY, "use_cache": False, "pad_token_id": None, "eos_token_id": None}
     config = getattr(transformers, kind)(**sizes, **shared, num_hidden_layers=num_layers)
     with torch.device(device):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
 
 
 def draw_tokens(batch: int, length: int, device: str) -> Tensor:  # [B, S]
@@ -117,7 +114,7 @@ def with_experts(base: nn.Module, name: str, implementation: str | None) -> nn.M
 
 
 def compile_layers(model: nn.Module) -> None:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT's model holds the base model
     for layer in inner.model.layers:
         layer.compile(backend="inductor" if model.device.type == "cuda" else "aot_eager")
 
@@ -164,7 +161,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
     return Captured(replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool())
 
 
-def with_adapters(model: nn.Module, rank: int, modules: list[str] | None = None) -> nn.Module:
+def with_adapters(model: nn.Module, rank: int, modules: list[str]) -> nn.Module:
     """Return PEFT's model with adapters of the experts' weights and of `modules`. No adapter is zero."""
     from peft import LoraConfig, get_peft_model
 
@@ -178,11 +175,7 @@ def with_adapters(model: nn.Module, rank: int, modules: list[str] | None = None)
 
 
 def check_step(default: nn.Module, ours: nn.Module, exact: nn.Module, batch: Tensor) -> None:
-    """Check the loss and the norm of each gradient.
-
-    Raises:
-        AssertionError: a value is wrong. The message names the value.
-    """
+    """Check the loss and the norm of each gradient."""
 
     def run(model: nn.Module) -> dict[str, float]:
         loss = model(input_ids=batch, labels=batch).loss

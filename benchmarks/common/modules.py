@@ -16,14 +16,12 @@ from .shapes import Shape
 from .timing import timed
 
 
-def checked_layer(
-    shape: Shape, routing: str, options: argparse.Namespace
-) -> tuple[MoEFeedForward, Tensor]:  # the layer, and tokens [T, D]
-    """Return the layer and its tokens, after a check of the layer."""
+def checked_layer(shape: Shape, routing: str, options: argparse.Namespace) -> tuple[MoEFeedForward, Tensor]:
+    """Return the layer and its tokens [T, D], after a check of the layer."""
     torch._dynamo.reset()  # free the layer of the last shape
     torch.cuda.empty_cache()  # does nothing without a GPU
     layer = make_layer(shape, options.device, options.dtype)
-    tokens = make_tokens(layer, shape, routing, options.dtype)
+    tokens = make_tokens(layer, shape, routing)
     check_layer(layer, tokens, num_checked(shape))
     torch.cuda.empty_cache()
     return layer, tokens

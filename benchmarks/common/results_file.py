@@ -51,9 +51,6 @@ class ResultsFile:
 
     Args:
         constants: returns the fields to add to every row of a measurement.
-
-    Raises:
-        SystemExit: the rows to keep are of another commit.
     """
 
     def __init__(self, options: argparse.Namespace, constants: Callable[[], Row]):

@@ -111,11 +111,7 @@ def add_option(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def shapes_named(names: Sequence[str]) -> list[Shape]:
-    """Return the shapes of these names. The name of a group stands for all of its shapes.
-
-    Raises:
-        SystemExit: a name is unknown.
-    """
+    """Return the shapes of these names. The name of a group stands for all of its shapes."""
     known = {shape.name: [shape] for shape in (TINY, *(shape for group in GROUPS.values() for shape in group.values()))}
     known |= {name: list(group.values()) for name, group in GROUPS.items()}
     if unknown := [name for name in names if name not in known]:

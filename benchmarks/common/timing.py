@@ -8,11 +8,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from moe_kernels.tools.tune import captured, times_of_calls
+
+Name = TypeVar("Name")  # a function's name, or a tuple of names
 
 
 class Timing(NamedTuple):
@@ -22,19 +24,25 @@ class Timing(NamedTuple):
     ms_p20: float
     ms_p80: float
 
+    @classmethod
+    def of(cls, values: list[float]) -> Timing:
+        ordered = sorted(values)
+        last = len(ordered) - 1
+        return cls(statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)])
+
 
 def time_interleaved(
-    functions: dict[str, Callable[[], object]], device: str, *, rounds: int = 3, round_ms: float = 200.0
-) -> dict[str, Timing]:
+    functions: dict[Name, Callable[[], object]], device: str, *, rounds: int = 3, round_ms: float = 200.0
+) -> dict[Name, Timing]:
     """Time every function for at least `round_ms` per round, in turns, so that drifting clocks affect all equally."""
     calls = {name: _calls_for(function, device, round_ms) for name, function in functions.items()}
-    samples: dict[str, list[float]] = {name: [] for name in functions}
+    samples: dict[Name, list[float]] = {name: [] for name in functions}
     for name in turns(list(functions), rounds):
         samples[name] += _time_calls(functions[name], device, calls[name])
-    return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
-def timed(functions: dict[str, Callable[[], object]], options: argparse.Namespace) -> dict[str, Timing]:
+def timed(functions: dict[Name, Callable[[], object]], options: argparse.Namespace) -> dict[Name, Timing]:
     """Time every function in turns, by the options of a command."""
     return time_interleaved(functions, options.device, rounds=options.rounds, round_ms=options.round_ms)
 
@@ -62,7 +70,7 @@ def host_us(
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def turns(names: list[str], rounds: int) -> Iterator[str]:
+def turns(names: list[Name], rounds: int) -> Iterator[Name]:
     """Yield every name once per round, in an order that differs between rounds but is the same in every run.
 
     The previous function determines the GPU's temperature and clock, so in a fixed order one name would always profit.
@@ -89,12 +97,6 @@ def _time_calls(function: Callable[[], object], device: str, num_calls: int) -> 
     return times_of_calls(function, num_calls)
 
 
-def _percentiles(values: list[float]) -> tuple[float, float, float]:
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return statistics.median(ordered), ordered[round(0.2 * last)], ordered[round(0.8 * last)]
-
-
 def in_a_graph(function: Callable[[], object]) -> Callable[[], object]:
     """Return a function that replays the launches of `function`."""
     return captured(function).replay
@@ -105,3 +107,18 @@ def copy_bytes_per_ms(device: str) -> float:
     source = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() / time_interleaved({"copy": lambda: target.copy_(source)}, device)["copy"].ms
+
+
+def timed_against_copy(
+    runs: dict[str, tuple[Callable[[], object], int]],  # name -> (function, bytes that it reads and writes)
+    options: argparse.Namespace,
+) -> dict[str, dict[str, float]]:
+    """Return the fields of a row by name: times, GB/s, and the share of a large copy's speed."""
+    timings = timed({name: function for name, (function, _) in runs.items()}, options)
+    speed = copy_bytes_per_ms(options.device)
+    found = {}
+    for name, (_, num_bytes) in runs.items():
+        ms = timings[name].ms
+        shares = {"gb_per_s": num_bytes / ms / 1e6, "share_of_copy": num_bytes / ms / speed}
+        found[name] = {**timings[name]._asdict(), **shares}
+    return found

@@ -54,7 +54,7 @@ def _product_of_norms(*tensors: Tensor) -> float:  # [T, D] each
     return norms.prod(0).norm().item()
 
 
-def _relative_error(actual: Tensor, expected: Tensor, least: float = 0.0) -> float:
+def _relative_error(actual: Tensor, expected: Tensor, least: float) -> float:
     """Return the error relative to the expected norm, or to `least` if larger. Non-finite values give a huge error."""
     size = expected.float().norm().clamp(min=max(least, torch.finfo(torch.float32).tiny))
     return ((actual.float() - expected.float()).norm() / size).nan_to_num(nan=torch.inf).item()
@@ -92,9 +92,8 @@ def bench_layer(
     shape: Shape, mesh: DeviceMesh, routing: str, options: argparse.Namespace, device: torch.device
 ) -> list[dict]:
     """Return result rows for one shape, number of ranks and routing. Wrong implementations are not timed."""
-    dtype, ranks = options.dtype, Ranks.of(mesh.get_group())
-    layer = make_layer(shape, mesh, dtype)
-    tokens = make_tokens(layer, shape, routing, dtype).roll(distributed.get_rank(), 0)
+    ranks, layer = Ranks.of(mesh.get_group()), make_layer(shape, mesh, options.dtype)
+    tokens = make_tokens(layer, shape, routing).roll(distributed.get_rank(), 0)
     dout = torch.randn_like(tokens)
     modules = {name: make_implementation(name, layer, mesh) for name in options.implementations}
     wrong = differing(modules, tokens, dout)
@@ -103,7 +102,7 @@ def bench_layer(
         f"{name}/{which}": run for name, m in modules.items() for which, run in passes(m, tokens, dout).items()
     }
     local = local_layer(layer)
-    local_tokens = make_tokens(local, shape.of_one_process(ranks.size), "even", dtype)
+    local_tokens = make_tokens(local, shape.of_one_process(ranks.size), "even")
     runs = passes(local, local_tokens, torch.randn_like(local_tokens))
     functions |= {f"local/{which}": run for which, run in runs.items()}
     sent, received = rows_between(layer, tokens, ranks)

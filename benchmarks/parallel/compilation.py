@@ -48,12 +48,12 @@ def compile_kernels(
     for shape, mesh in configurations[distributed.get_rank() :: distributed.get_world_size()]:
         layer = make_layer(shape, mesh, dtype)
         for routing in routings:
-            tokens = make_tokens(layer, shape, routing, dtype)
+            tokens = make_tokens(layer, shape, routing)
             for name in names:
                 if name != BASELINE:
                     results(stand_in(make_implementation(name, layer, mesh)), tokens, torch.randn_like(tokens))
         local = local_layer(layer)
-        tokens = make_tokens(local, shape.of_one_process(mesh.size()), "even", dtype)
+        tokens = make_tokens(local, shape.of_one_process(mesh.size()), "even")
         results(local, tokens, torch.randn_like(tokens))
         del layer, local
     if torch.cuda.is_available():

@@ -14,6 +14,8 @@ from torch.nn import functional
 from moe_layers import MoEFeedForward
 from moe_layers.parallel.collectives import Ranks
 
+from ..common.baselines import choose_experts
+
 
 class TorchAllToAll(nn.Module):
     """The layer from `torch.nn.functional.grouped_mm`, PyTorch's sorting and gathering, and differentiable collectives.
@@ -33,9 +35,7 @@ class TorchAllToAll(nn.Module):
     ) -> Tensor:  # [T, D]
         num_tokens, top_k, num_ranks = len(tokens), self.layer.router.top_k, self.ranks.size
         num_experts = self.layer.num_experts
-        logits = functional.linear(tokens, self.layer.router.weight).float()
-        chosen_logits, choices = logits.topk(top_k)
-        weights = chosen_logits.softmax(-1)
+        weights, choices = choose_experts(tokens, self.layer.router.weight, top_k)
         counts = torch.zeros(num_experts, dtype=torch.int64, device=tokens.device)
         counts = counts.scatter_add(0, choices.flatten(), torch.ones_like(choices).flatten())
         with torch.no_grad():

@@ -15,7 +15,6 @@ the activations of one layer, the logits and, with several hosts, gathered exper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..common.results_file import Row
 
@@ -118,8 +117,10 @@ def _predict(model: Model, gpus: int, rate: float, bandwidth: float) -> Row:
     logits = TOKENS * model.vocabulary * 4
     inputs = model.layers * TOKENS * model.d_model * 2
     states = STATE_BYTES * (model.experts + model.rest) / gpus
-    found: dict[str, Any] = {"model": model.name, "gpus": gpus, "ep": ep}
-    return found | {
+    return {
+        "model": model.name,
+        "gpus": gpus,
+        "ep": ep,
         "parameters_b": (model.experts + model.rest) / 1e9,
         "active_b": model.active / 1e9,
         "gib": (states + gathered + layer + logits + inputs) / 2**30,

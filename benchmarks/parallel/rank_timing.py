@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 from moe_layers.parallel.collectives import Ranks, wait
 
-from ..common.timing import Timing, _percentiles, _time_calls, turns
+from ..common.timing import Timing, _time_calls, turns
 
 
 def time_together(
@@ -26,7 +26,7 @@ def time_together(
     for name in turns(list(functions), options.rounds):
         distributed.barrier()
         samples[name] += largest(_time_calls(functions[name], device.type, calls[name]), device).tolist()
-    return {name: Timing(*_percentiles(values)) for name, values in samples.items()}
+    return {name: Timing.of(values) for name, values in samples.items()}
 
 
 def largest(values: list[float], device: torch.device) -> Tensor:

@@ -322,11 +322,8 @@ ACTIVATIONS = {
 # GEMM kernels apply these gated activations, which most published models use, to the product before they store it.
 # Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. In kernels that
 # gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
-EPILOGUES = {
-    name: ACTIVATIONS[name]
-    for name in ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss", "geglu", "swiglu_clamped_after")
-}
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
+EPILOGUES = {name: ACTIVATIONS[name] for name in (*GATHERING_EPILOGUES, "geglu", "swiglu_clamped_after")}
 
 # GEMM kernels apply these plain activations to the product. Grouped kernels also store the rounded product, and apply
 # the activation to the rounded values. Kernels that gather rows apply none, because each plain activation would spill

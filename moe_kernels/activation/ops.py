@@ -16,7 +16,7 @@ from ..quantization.fp8_rows import empty_scaled_rows
 from ..reference_fp8 import BLOCK
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment, empty_rows
 from ..runtime.triton import cdiv, next_power_of_2
@@ -48,10 +48,11 @@ def apply_activation(
         raise ValueError(f"apply_activation: {rule}, got {sizes['N']}")
     if choose("apply_activation", implementation, preactivation) == "reference":
         return reference.apply_activation(preactivation, activation)
-    return _activation_op(preactivation, *_settings(activation))
+    return _activation_op(preactivation, *settings_of(activation))
 
 
-def _settings(activation: Activation) -> tuple[str, float | None, float | None, bool]:
+def settings_of(activation: Activation) -> tuple[str, float | None, float | None, bool]:
+    """Return the four values by which ops take an activation."""
     return activation.name, activation.limit, activation.alpha, activation.interleaved
 
 
@@ -60,10 +61,6 @@ class RowBias(NamedTuple):
 
     bias: Tensor  # [E, N] contiguous
     row_to_expert: Tensor  # [R] int32, within [0, E)
-
-
-def _bias_arguments(bias: RowBias | None) -> tuple[Any, Any]:
-    return (None, None) if bias is None else (bias.bias, bias.row_to_expert)
 
 
 def _block(num_columns: int) -> tuple[int, int]:
@@ -106,9 +103,8 @@ def _launch_forward(
         launch_kernel(
             activation_kernel,
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
-            preactivation,
-            preactivation.stride(),
-            *_bias_arguments(bias),
+            *with_strides(preactivation),
+            *(bias or (None, None)),
             out,
             out.stride(0),
             scales,
@@ -167,10 +163,8 @@ def _activation_backward_op(
         launch_kernel(
             activation_backward_kernel,
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
-            preactivation,
-            preactivation.stride(),
-            dactivated,
-            dactivated.stride(),
+            *with_strides(preactivation),
+            *with_strides(dactivated),
             dpreactivation,
             num_rows,
             d_ff,
@@ -244,7 +238,7 @@ def launch_weighted_activation_backward(
             (cdiv(num_items, block_s),),
             preactivation,
             preactivation.stride(0),
-            *_bias_arguments(bias),
+            *(bias or (None, None)),
             dweighted,
             dweighted.stride(0),
             topk_weights,

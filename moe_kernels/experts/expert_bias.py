@@ -5,17 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 
-def row_to_expert(bounds: Tensor, num_rows: int) -> Tensor:  # [R] int32
-    """Return the expert of each row. Padding rows get the last expert, so that kernels can load the bias of every row.
-
-    Args:
-        bounds: [E + 2]; group g has the rows bounds[g]:bounds[g + 1]. Groups 0 to E - 1 are the experts, group E is
-            padding.
-    """
+def row_to_expert(
+    bounds: Tensor,  # [E + 2] int32: expert e has the rows bounds[e]:bounds[e + 1]; the last two bound the padding rows
+    num_rows: int,
+) -> Tensor:  # [R] int32
+    """Return the expert of each row. Padding rows get the last expert, so that kernels can load every row's bias."""
     rows = torch.arange(num_rows, device=bounds.device, dtype=bounds.dtype)
     return torch.searchsorted(bounds[1:-1], rows, right=True, out_int32=True).clamp_(max=len(bounds) - 3)
 
@@ -34,8 +32,7 @@ def launch_segment_sum(
         launch_kernel(
             _segment_sum_kernel,
             (num_groups, cdiv(num_columns, block_n)),
-            rows,
-            rows.stride(),
+            *with_strides(rows),
             row_to_token,
             row_weights,
             bounds,

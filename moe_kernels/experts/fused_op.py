@@ -214,8 +214,8 @@ def _main_grads(ctx: Any) -> dict[str, Tensor]:
     """Return, by weight name, the `main_grad` of each weight whose `grad` the running backward would accumulate."""
     nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
     names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
-    names = [name for name in names if is_accumulated("fused_experts", name, nodes[name])]
-    return {name: main_grad_of("fused_experts", name, getattr(ctx.weights, name)) for name in names}
+    names = [name for name in names if is_accumulated(name, nodes[name])]
+    return {name: main_grad_of(name, getattr(ctx.weights, name)) for name in names}
 
 
 def _saved(ctx: Any, tensors: list[Tensor], is_given: list[bool]) -> SavedForBackward:

@@ -11,7 +11,7 @@ from ..runtime.checks import overlaps_itself
 from ..runtime.pytorch import will_run
 
 
-def is_accumulated(op: str, name: str, node: Any) -> bool:
+def is_accumulated(name: str, node: Any) -> bool:
     """Return whether the running backward executes the node that accumulates a weight's gradient.
 
     Raises:
@@ -21,12 +21,12 @@ def is_accumulated(op: str, name: str, node: Any) -> bool:
         return will_run(node)
     except RuntimeError as error:
         raise ValueError(
-            f"{op}: with adds_to_main_grad torch.autograd.grad must not ask for {name}, whose gradient goes to "
-            "main_grad; call backward"
+            f"fused_experts: with adds_to_main_grad torch.autograd.grad must not ask for {name}, whose gradient goes "
+            "to main_grad; call backward"
         ) from error
 
 
-def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
+def main_grad_of(name: str, weight: Any) -> Tensor:
     """Return the float32 tensor that a weight's gradient is added to.
 
     Raises:
@@ -38,11 +38,11 @@ def main_grad_of(op: str, name: str, weight: Any) -> Tensor:
     if not is_tensor or (given.dtype, given.shape, given.device) != (torch.float32, weight.shape, weight.device):
         got = f"{given.dtype} {list(given.shape)} on {given.device}" if is_tensor else given
         raise ValueError(
-            f"{op}: main_grad of {name} must be float32 {list(weight.shape)} on {weight.device}, got {got}; set it "
-            "before backward, or turn adds_to_main_grad off"
+            f"fused_experts: main_grad of {name} must be float32 {list(weight.shape)} on {weight.device}, got {got}; "
+            "set it before backward, or turn adds_to_main_grad off"
         )
     if overlaps_itself(given):
-        raise ValueError(f"{op}: main_grad of {name} must not overlap itself, got strides {given.stride()}")
+        raise ValueError(f"fused_experts: main_grad of {name} must not overlap itself, got strides {given.stride()}")
     return given
 
 

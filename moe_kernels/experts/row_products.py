@@ -246,11 +246,9 @@ class Rows(NamedTuple):
         """Return a flag for each gather: True if a separate copy gathers the rows, False if the GEMM gathers them.
         `tokens` may also be `dout`, because only dtype and device are read."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
-        if isinstance(w_up, ScaledWeight):
+        if isinstance(w_up, ScaledWeight) or (isinstance(w_up, QuantizedWeight) and self.decodes(w_up)):
             return selection.Copies(False, False, False)
         if isinstance(w_up, QuantizedWeight):
-            if self.decodes(w_up):
-                return selection.Copies(False, False, False)
             w_up = torch.empty(w_up.shape, dtype=tokens.dtype, device="meta")
         elif self._is_aligned_by_copy(w_up):
             w_up = empty_aligned(w_up, torch.device("meta"))

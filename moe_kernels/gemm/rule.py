@@ -13,7 +13,6 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     The rule of thumb sorts by a kernel's estimated cost divided by the speed of the kernel's design. All kernels must
     support `args`.
     """
-
     half_speed, drifts = _half_speed(args), _drifts(args)
 
     def rank(kernel: Kernel) -> tuple[bool, float]:

@@ -162,9 +162,7 @@ def run_product(args: GroupedGemmArguments) -> None:
     The fastest kernels support no row scale and not every bias. With an unsupported bias or row scale, a second,
     memory-bound launch applies bias and row scale to the rounded product and rounds again.
     """
-    if args.bias is None and args.row_scale is None:
-        return run(args)
-    if args.row_scale is None and _is_fast(find(args)):
+    if args.row_scale is None and (args.bias is None or _is_fast(find(args))):
         return run(args)
     plain = dataclasses.replace(args, bias=None, row_scale=None)
     kernel = find(plain)

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
@@ -142,12 +142,10 @@ def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Ten
         launch_kernel(
             _permute_kernel,
             (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
-            tokens,
-            tokens.stride(),
+            *with_strides(tokens),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
-            rows,
-            rows.stride(),
+            *with_strides(rows),
             num_tokens,
             d_model,
             TOP_K=top_k,
@@ -240,8 +238,7 @@ def launch_combine(
         launch_kernel(
             _combine_kernel,
             (num_tokens, cdiv(d_model, block_d)),
-            rows,
-            rows.stride(),
+            *with_strides(rows),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
             out,
@@ -280,11 +277,8 @@ def _combine_setup(ctx, inputs, output):
 def _combine_backward(ctx, dout):
     rows, topk_weights, slot_to_row = ctx.saved_tensors
     needs_rows, needs_weights, *_ = ctx.needs_input_grad
-    drows, dweights = None, None
-    if needs_rows:
-        drows = _combine_drows_op(dout, topk_weights, slot_to_row, ctx.num_rows)
-    if needs_weights:
-        dweights = _combine_dweights_op(dout, rows, slot_to_row)
+    drows = _combine_drows_op(dout, topk_weights, slot_to_row, ctx.num_rows) if needs_rows else None
+    dweights = _combine_dweights_op(dout, rows, slot_to_row) if needs_weights else None
     return drows, dweights, None
 
 
@@ -352,10 +346,8 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
         launch_kernel(
             _combine_dweights_kernel,
             (num_tokens, top_k),
-            dout,
-            dout.stride(),
-            rows,
-            rows.stride(),
+            *with_strides(dout),
+            *with_strides(rows),
             slot_to_row.contiguous(),
             dweights,
             d_model,

@@ -177,10 +177,9 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     """Write a permutation to `results`: offsets, slot_to_row, row_to_token and the tensors of the tile table."""
     num_slots, top_k = topk_experts.numel(), topk_experts.shape[1]
     capacity = results[4].shape[0]
-    blocks = table_blocks(num_experts)
     table_programs = num_table_programs(capacity, num_experts)
     sizes = num_slots, capacity, num_experts, top_k
-    constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **blocks}
+    constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **table_blocks(num_experts)}
     if num_slots <= _FEW_SLOTS:
         grid = (table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..reference_fp8 import BLOCK
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.triton import cdiv, tl, triton
 from ..types import ScaledRows
 from .fp8_device import quantize_tile, store_scales
@@ -82,8 +82,7 @@ def _launch(rows: Tensor, values: Tensor, scales: Tensor) -> None:
         launch_kernel(
             _quantize_rows_kernel,
             (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, blocks * BLOCK)),
-            rows,
-            rows.stride(),
+            *with_strides(rows),
             values,
             values.stride(0),
             scales,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..reference_fp8 import BLOCK
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.triton import cdiv, tl, triton
 from .fp8_device import block_scales, encode_e4m3, largest_size
 from .kernels import INTERPRET
@@ -76,8 +76,7 @@ def _launch(weight: Tensor, forms: Forms, checksums: Tensor | None, *, is_first:
         launch_kernel(
             _quantize_weight_kernel,
             (_num_blocks(weight),),
-            weight,
-            weight.stride(),
+            *with_strides(weight),
             None if forms.values is None else forms.values.view(torch.uint8),
             forms.scales,
             None if forms.turned is None else forms.turned.view(torch.uint8),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import reference_fp8
 from ..runtime.checks import check_shapes
-from ..runtime.dispatch import KERNEL_DTYPES, choose
+from ..runtime.dispatch import choose
 from ..runtime.registered_ops import registered_op
 from ..types import QuantizedWeight, ScaledRows
 from .decode import decode_weight
@@ -42,7 +42,7 @@ def dequantize(
     if not dtype.is_floating_point:
         raise ValueError(f"dequantize: dtype must be of floating point, got {dtype}")
     like = weight.values.new_empty(0, dtype=dtype)  # the device and dtype of `like` choose the implementation
-    if choose("dequantize", implementation, like, KERNEL_DTYPES) == "reference":
+    if choose("dequantize", implementation, like) == "reference":
         return decode_weight(weight, dtype)
     return _dequantize_op(weight, dtype)
 

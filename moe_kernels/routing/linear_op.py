@@ -117,8 +117,7 @@ def routing_gradients_op(
     w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
         if dweights is not None:
-            # For float32 GEMMs, dlogits becomes [T, E] float32. For 16-bit GEMMs, dlogits becomes [T, 2E] =
-            # [high | low], where high + low approximates the float32 value.
+            # dlogits becomes [T, E] float32 for float32 GEMMs, and [T, 2E] for 16-bit GEMMs: see `halves_dtype`.
             logits, split_dtype = None, halves_dtype(tokens, w_router)
             if not router.is_softmax_of_chosen:
                 logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)

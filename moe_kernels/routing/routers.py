@@ -112,17 +112,16 @@ def linear_routing(
     _check_bias("linear_routing", "selection_bias", needs_bias, selection_bias, w_router, num_experts)
     spec.check_sizes("linear_routing", num_experts, top_k)
     chosen = choose("linear_routing", implementation, tokens)
+    biases = {"logit_bias": logit_bias, "selection_bias": selection_bias}
     with without_autocast(tokens):  # autocast would round the logits
         if chosen == "reference":
-            operands = {"w_router": w_router, "logit_bias": logit_bias, "selection_bias": selection_bias}
-            route = partial(reference.linear_routing, top_k=top_k, spec=spec, **operands)
+            route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, spec=spec, **biases)
             return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
         if not is_one_op(spec):
             plain = linear_router(_SOFTMAX, top_k, w_router, batch_invariant=batch_invariant)
             logits = linear_routing_op(tokens, plain)[2]
             logits = logits if logit_bias is None else logits + logit_bias
             return topk_routing(logits, top_k, spec, selection_bias=selection_bias, implementation="triton")
-        biases = {"logit_bias": logit_bias, "selection_bias": selection_bias}
         router = linear_router(spec, top_k, w_router, **biases, batch_invariant=batch_invariant)
         topk_weights, topk_experts, logits = linear_routing_op(tokens, router)
         return Routing(topk_experts, topk_weights, logits)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..specs import RouterSpec
-from .linear import store_gradient
+from .linear import empty_dlogits, store_gradient
 from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ordered
 
 
@@ -76,8 +76,7 @@ def launch_forward(
         launch_kernel(
             _scored_routing_kernel,
             (cdiv(num_tokens, blocks["BLOCK_T"]),),
-            logits,
-            logits.stride(),
+            *with_strides(logits),
             None if selection_bias is None else selection_bias.contiguous(),
             topk_experts,
             topk_weights,
@@ -106,18 +105,16 @@ def launch_backward(
     dlogits_direct: Tensor | None,  # [T, E]: a gradient to add to the result
     split_dtype: torch.dtype | None,
     settings: ScoreSettings,
-) -> Tensor:  # [T, E] float32; if `split_dtype` is given, [T, 2E]: [high | low], high + low = gradient
+) -> Tensor:  # see `empty_dlogits`
     num_tokens, num_experts = logits.shape
-    num_columns = num_experts if split_dtype is None else 2 * num_experts
-    dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
+    dlogits = empty_dlogits(dweights, num_experts, split_dtype)
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
         blocks = _blocks(E_P2)
         launch_kernel(
             _scored_routing_backward_kernel,
             (cdiv(num_tokens, blocks["BLOCK_T"]),),
-            logits,
-            logits.stride(),
+            *with_strides(logits),
             dlogits_direct,
             (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
             topk_experts.contiguous(),  # hooks of saved tensors may have changed strides
@@ -174,8 +171,7 @@ scored_backward_op = registered_op("scored_routing_backward")(launch_backward)
 
 @scored_backward_op.register_fake
 def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
-    num_columns = logits.shape[1] if split_dtype is None else 2 * logits.shape[1]
-    return dweights.new_empty(logits.shape[0], num_columns, dtype=split_dtype)
+    return empty_dlogits(dweights, logits.shape[1], split_dtype)
 
 
 # `_TAKEN` marks padding without an expert and keys to ignore. All other keys are higher, even the key of -inf.

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..activation.functions import exp_negative
-from ..runtime.launch import launch_kernel
+from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
-from .linear import store_gradient
+from .linear import empty_dlogits, store_gradient
 from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ranked
 
 
@@ -34,8 +34,7 @@ def launch_topk(
         launch_kernel(
             _topk_kernel,
             (cdiv(num_tokens, block_t),),
-            logits,
-            logits.stride(),
+            *with_strides(logits),
             topk_experts,
             topk_weights,
             num_tokens,
@@ -132,14 +131,9 @@ def topk_backward_op(
     num_experts: int,
     split_dtype: torch.dtype | None,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
-    """Return the gradient of the logits in float32, or split in two halves of `split_dtype`: [high | low].
-
-    high + low approximates the float32 value. The relative error is at most the square of the 16-bit relative rounding
-    error. The router's 16-bit GEMM with both halves accumulates in float32 and costs twice as much as with `high` only.
-    """
+    """Return the gradient of the logits. `halves_dtype` explains the split."""
     num_tokens, top_k = topk_experts.shape
-    num_columns = num_experts if split_dtype is None else 2 * num_experts
-    dlogits = dweights.new_empty(num_tokens, num_columns, dtype=split_dtype)
+    dlogits = empty_dlogits(dweights, num_experts, split_dtype)
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
         block_t = max(1, 512 // E_P2)
@@ -168,8 +162,7 @@ def topk_backward_op(
 
 @topk_backward_op.register_fake
 def _(dweights, topk_weights, topk_experts, logits, dlogits_direct, num_experts, split_dtype):
-    num_columns = num_experts if split_dtype is None else 2 * num_experts
-    return dweights.new_empty(topk_experts.shape[0], num_columns, dtype=split_dtype)
+    return empty_dlogits(dweights, num_experts, split_dtype)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

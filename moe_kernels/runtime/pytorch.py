@@ -81,7 +81,6 @@ unseen_by_modes = torch._C._DisableTorchDispatch
 # Hides ops from autocast on all devices. `torch.autocast(device_type, enabled=False)` takes several times as long.
 unseen_by_autocast = torch._C._DisableAutocast
 
-
 # Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 

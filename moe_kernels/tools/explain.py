@@ -86,7 +86,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
     )
     reasons = [_reason(k, listed, target.cc) for k in candidates]
     if None in reasons:
-        by = "the table" if _is_in_table(listed, kernel, target) else "the rule of thumb"
+        by = "the table" if _is_in_table(args, kernel, target) else "the rule of thumb"
         return f"{candidates[reasons.index(None)].metadata.kernel_name} is available, {by} prefers this one"
     return f"{candidates[0].metadata.kernel_name}: {reasons[0]}" if candidates else "there is none for this op"
 

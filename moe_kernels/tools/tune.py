@@ -9,14 +9,13 @@ import dataclasses
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
 from .. import reference
@@ -91,16 +90,10 @@ def check(kernel: Kernel, args: Arguments) -> None:
     Raises:
         AssertionError: the kernel exceeds the budget; the message says by how much.
     """
-    for out in _outputs(args):
+    for out in args.outputs:
         out.fill_(torch.nan)
     kernel.run(args)
     check_result(args, kernel.metadata.kernel_name)
-
-
-def _outputs(args: Arguments) -> Sequence[Tensor]:
-    if isinstance(args, GroupedGemmListArguments):
-        return args.out_list
-    return (args.out, args.product) if isinstance(args, GroupedGemmArguments) else (args.out,)
 
 
 class Measured(NamedTuple):

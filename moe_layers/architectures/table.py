@@ -55,8 +55,7 @@ def _clamped(config: ModelConfig) -> Activation:
 
 
 def _step_activation(limits: str) -> Callable[[ModelConfig], Activation]:
-    """Return a reader of Step 3.5's activation, whose limit differs by layer. If the limit is missing or 0, the
-    activation does not clamp."""
+    """Return a reader of Step 3.5's activation, whose limit differs by layer. A missing limit or 0 means no clamp."""
 
     def read(config: ModelConfig) -> Activation:
         config.refuse_unless(hidden_act="silu")
@@ -164,7 +163,6 @@ class _OwnArchitecture(Architecture):
 
 _MIXTRAL = Architecture(routers.softmax(True), d_ff="intermediate_size")
 _OLMOE = Architecture(routers.softmax_by_flag(False), d_ff="intermediate_size")
-_QWEN3 = Architecture(routers.softmax_by_flag(False))
 _GATED_SHARED = {"shared": _shared("shared_expert_intermediate_size"), "shared_gate": True}
 _GPT_OSS = Architecture(
     lambda config: RouterSpec.softmax(logit_bias=True),
@@ -185,15 +183,12 @@ _GEMMA4 = Architecture(
     activation=_activation(_GATED, "hidden_activation", "gelu_pytorch_tanh"),
     separate_router_input=True,
 )
-_LLAMA4 = Architecture(
-    lambda config: RouterSpec.llama4(), d_ff="intermediate_size", shared=_shared("intermediate_size")
-)
 
 ARCHITECTURES = {
     "mixtral": _MIXTRAL,
     "minimax": _MIXTRAL,
     "qwen2_moe": Architecture(routers.softmax_by_flag(False), **_GATED_SHARED),
-    "qwen3_moe": _QWEN3,
+    "qwen3_moe": Architecture(routers.softmax_by_flag(False)),
     "qwen3_next": Architecture(routers.softmax_by_flag(True), **_GATED_SHARED),
     "qwen4_exp_text": Architecture(routers.softmax_by_flag(True), **_GATED_SHARED),
     "qwen3_5_moe_text": Architecture(routers.softmax(True), **_GATED_SHARED),
@@ -287,7 +282,9 @@ ARCHITECTURES = {
         shared=_several_shared(),
     ),
     "longcat_flash": Architecture(routers.longcat, d_ff="expert_ffn_hidden_size", zero_experts="zero_expert_num"),
-    "llama4_text": _LLAMA4,
+    "llama4_text": Architecture(
+        lambda config: RouterSpec.llama4(), d_ff="intermediate_size", shared=_shared("intermediate_size")
+    ),
     "phimoe": Architecture(
         lambda config: RouterSpec.phimoe(config.number("router_jitter_noise", default=0.01)), d_ff="intermediate_size"
     ),

@@ -96,10 +96,9 @@ class BalanceLosses:
         if self.sequence:
             loss = loss + self.sequence * sequence_load_balancing_loss(routing, count=self.count, **by_score)
         if self.global_batch:
-            counts = global_counts
-            if counts is None:
-                counts = global_expert_counts(routing, group=self.group, accumulated_counts=accumulated_counts)
-            loss = loss + self.global_batch * global_load_balancing_loss(routing, counts, **by_score)
+            if global_counts is None:
+                global_counts = global_expert_counts(routing, group=self.group, accumulated_counts=accumulated_counts)
+            loss = loss + self.global_batch * global_load_balancing_loss(routing, global_counts, **by_score)
         if self.importance:
             loss = loss + self.importance * importance_loss(routing, num_tokens=num_tokens)
         if self.z:
@@ -156,8 +155,7 @@ def update_selection_bias(model: nn.Module, *, rate: float = 1e-3, group: Proces
     The selection bias of an expert rises by `rate` if the expert was chosen less often than the mean since the last
     call. The bias falls by `rate` if the expert was chosen more often. Forwards in training mode are counted, but
     recomputed forwards are not. Slots beyond a capacity are counted, but padding is not. One collective for all routers
-    sums the counts over `group`. Counts are integers, so that biases stay equal on all ranks. Counts are then reset to
-    zero.
+    sums the counts over `group`. Integer counts keep biases equal on all ranks. Counts are then reset to zero.
 
     Call `balance_routing(model)` before training a transformers model with `e_score_correction_bias`. Without this
     call, forwards of the model are not counted.
@@ -226,8 +224,8 @@ def carry_expert_counts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_expert_counts(model: nn.Module) -> None:
-    """Reset expert counts for the next global batch. If an optimizer step used `carry_expert_counts`, call
-    `reset_expert_counts` after the step.
+    """Reset expert counts for the next global batch. Call this function after each optimizer step that used
+    `carry_expert_counts`.
 
     Raises:
         ValueError: the model has no MoE layer.

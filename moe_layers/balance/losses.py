@@ -1,8 +1,7 @@
 """Auxiliary losses as plain functions of a layer's routing, and their attachment to a layer's output.
 
-Every loss ignores padding tokens and is 0 if there are no tokens. Permutations of experts or tokens do not change a
-loss. For the loss over sequences, tokens may be permuted only within their sequence, and sequences as a whole. The
-losses differ in how they react to splitting a batch:
+Every loss ignores padding tokens and is 0 if there are no tokens. The losses differ in how they react to splitting a
+batch:
 
 | loss | at perfect balance | sum of the losses of a batch's calls |
 |---|---|---|
@@ -38,8 +37,7 @@ from ..routing.result import LayerRouting, spread_slots
 
 # Values of `count` in `sequence_load_balancing_loss`.
 COUNTS = ("scores", "choices")
-# This spec is built once, because torch.compile with dynamic shapes cannot trace the checks of RouterSpec's
-# constructor.
+# Build this spec once: torch.compile with dynamic shapes cannot trace the checks of RouterSpec's constructor.
 _SOFTMAX = RouterSpec.softmax(normalize=False)
 
 

@@ -65,8 +65,7 @@ class RoutingObserver:
 
     A selection key is an expert's logit or score plus its bias, or -inf in a group that cannot be selected. A margin is
     the lowest key of the chosen experts minus the highest key of the other experts. A margin is infinite if all
-    selectable experts or none were chosen. Margins mean little with an assignment. Violations count slots before
-    capacities.
+    selectable experts or none were chosen. Margins mean little with an assignment.
 
     Args:
         router: the layer's router, on its final device; for a transformers model, the `AttachedRouter`.

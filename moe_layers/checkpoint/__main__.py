@@ -44,8 +44,7 @@ def inspect_command(options: argparse.Namespace) -> None:
 
 
 def convert_command(options: argparse.Namespace) -> None:
-    sources = _checkpoints(options.source)
-    for directory in sources:
+    for directory in _checkpoints(options.source):
         target = options.target if directory == options.source else options.target / directory.name
         convert(
             directory,
@@ -74,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser("convert", help="write a model with its experts in another layout")
     command.add_argument("source", type=Path, metavar="IN", help="a checkpoint, or a directory of checkpoints")
     command.add_argument("target", type=Path, metavar="OUT", help="must be empty or not exist")
-    command.add_argument("--layout", required=True, choices=_layout_names(), help="of the experts in OUT")
+    layouts = dict.fromkeys(layout.name for layout in LAYOUTS if not layout.encoding)
+    command.add_argument("--layout", required=True, choices=tuple(layouts), help="of the experts in OUT")
     command.add_argument("--dtype", choices=tuple(_DTYPES), default="bfloat16", help="of weights that are quantised")
     command.add_argument("--shard-gb", type=float, default=5.0, help="largest size of a file, in 10^9 bytes")
     command.set_defaults(run=convert_command)
@@ -132,10 +132,6 @@ def merge_lora_command(options: argparse.Namespace) -> None:
         progress=partial(tqdm, desc=options.source.name, unit="tensor"),
     )
     print(report)
-
-
-def _layout_names() -> tuple[str, ...]:
-    return tuple(dict.fromkeys(layout.name for layout in LAYOUTS if not layout.encoding))
 
 
 def _checkpoints(directory: Path) -> list[Path]:

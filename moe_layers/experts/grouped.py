@@ -114,10 +114,9 @@ class GroupedExperts(nn.Module):
             if isinstance(weight, QuantizedExperts):
                 raise ValueError(f"reset_parameters: weights must not be quantised, got {weight.format}")
             nn.init.normal_(weight, std=std)
-        if self.b_up is not None:
-            nn.init.zeros_(self.b_up)
-        if self.b_down is not None:
-            nn.init.zeros_(self.b_down)
+        for bias in (self.b_up, self.b_down):
+            if bias is not None:
+                nn.init.zeros_(bias)
         for adapter in (self.lora or {}).values():
             assert isinstance(adapter, ExpertLoRA)
             adapter.reset_parameters()

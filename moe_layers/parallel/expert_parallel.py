@@ -112,7 +112,7 @@ class ExpertParallel(ParallelStyle):
         if not isinstance(experts, GroupedExperts):
             raise ValueError(f"ExpertParallel: the module must be a MoEFeedForward, got {type(module).__name__}")
         share = expert_share("ExpertParallel", device_mesh, module.num_experts)
-        _check_held("ExpertParallel", module, share)
+        _check_held(module, share)
         experts.check_divisible("ExpertParallel")
         chosen = self.choose(device_mesh.size(), module.router.top_k)
         if chosen == "overlapped":
@@ -222,15 +222,17 @@ def expert_share(op: str, mesh: DeviceMesh, num_experts: int) -> range:
     return range(first, first + num_local)
 
 
-def _check_held(op: str, module: Any, share: range) -> None:
+def _check_held(module: Any, share: range) -> None:
     """Raise ValueError unless the layer holds all experts or exactly those in `share`, as plain parameters."""
     experts = module.experts
     if any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
-        raise ValueError(f"{op}: experts must be plain parameters, got DTensors: apply it once, before fully_shard")
+        raise ValueError(
+            "ExpertParallel: experts must be plain parameters, got DTensors: apply it once, before fully_shard"
+        )
     first = module.dispatcher.first_expert if isinstance(module.dispatcher, LocalDispatcher) else 0
     held = range(first, first + len(experts.w_up))
     if held not in (range(module.num_experts), share):
-        raise ValueError(f"{op}: the layer must hold all experts or those of this rank, {share}, got {held}")
+        raise ValueError(f"ExpertParallel: the layer must hold all experts or those of this rank, {share}, got {held}")
 
 
 def local_share(name: str, parameter: Tensor) -> Tensor:

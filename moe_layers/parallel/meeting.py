@@ -20,7 +20,7 @@ from moe_kernels.runtime.pytorch import default_store
 from ..checks import first_three
 
 SECONDS = 15.0  # maximum wait for other ranks; errors are due within 20 s, and stores exceed their timeouts
-_turns: Counter[str] = Counter()  # `_group(op, ranks)` -> number of past meetings, including timed-out ones
+_turns: Counter[str] = Counter()  # `_topic(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
 
@@ -32,14 +32,15 @@ def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str
         ValueError: some ranks have not called within `seconds`. A later call on all ranks works again.
     """
     ranks, store = distributed.get_process_group_ranks(group), default_store()
+    topic = _topic(op, ranks)
     while True:
-        place = _place(op, ranks)
+        place = _place(topic)
         keys = [f"{place}/{rank}" for rank in ranks]
         store.set(f"{place}/{distributed.get_rank()}", message)
         missing = _missing(store, keys, seconds)
         # The first rank that writes the outcome decides for all whether the meeting took place.
         outcome = store.compare_set(f"{place}/{_OUTCOME}", "", _LEFT if missing else _MET).decode()
-        _advance(op, ranks)
+        _turns[topic] += 1
         if outcome == _MET:
             return [store.get(key).decode() for key in keys]
         if missing:
@@ -62,9 +63,9 @@ def _missing(store: Any, keys: list[str], seconds: float) -> list[int]:
 
 def _tell(op: str, group: ProcessGroup, message: str) -> None:
     """Write this rank's message for the next meeting, without waiting for the meeting."""
-    ranks = distributed.get_process_group_ranks(group)
-    default_store().set(f"{_place(op, ranks)}/{distributed.get_rank()}", message)
-    _advance(op, ranks)
+    topic = _topic(op, distributed.get_process_group_ranks(group))
+    default_store().set(f"{_place(topic)}/{distributed.get_rank()}", message)
+    _turns[topic] += 1
 
 
 @contextmanager
@@ -117,20 +118,16 @@ def agree(op: str, group: ProcessGroup, facts: dict[str, str], seconds: float) -
                 )
 
 
-def _place(op: str, ranks: list[int]) -> str:
+def _place(topic: str) -> str:
     """Return the prefix of the next meeting's keys in the store. Skip meetings that other ranks have left."""
     store = default_store()
     while True:
-        place = f"{_group(op, ranks)}/{_turns[_group(op, ranks)]}"
+        place = f"{topic}/{_turns[topic]}"
         outcome = f"{place}/{_OUTCOME}"
         if not (store.check([outcome]) and store.get(outcome).decode() == _LEFT):
             return place
-        _advance(op, ranks)
+        _turns[topic] += 1
 
 
-def _advance(op: str, ranks: list[int]) -> None:
-    _turns[_group(op, ranks)] += 1
-
-
-def _group(op: str, ranks: list[int]) -> str:
+def _topic(op: str, ranks: list[int]) -> str:
     return f"moe_layers/{op}/{ranks}"

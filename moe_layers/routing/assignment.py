@@ -181,12 +181,8 @@ class CustomAssignment(Assignment):
                     f"CustomAssignment: route must return two tensors or TokenExpertPairs, got {type(decided).__name__}"
                 )
             experts, weights = decided
-        if (
-            experts.dim() != 2
-            or experts.shape[0] != num_tokens
-            or not experts.shape[1]
-            or weights.shape != experts.shape
-        ):
+        has_slots = experts.dim() == 2 and experts.shape[0] == num_tokens and experts.shape[1] > 0
+        if not has_slots or weights.shape != experts.shape:
             raise ValueError(
                 f"CustomAssignment: route must return experts and weights [T={num_tokens}, K'], K' > 0, "
                 f"got {list(experts.shape)} and {list(weights.shape)}"

@@ -70,8 +70,7 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
     """Register a function that finds another library's routers. `find(model)` maps each layer's name to its router.
 
-    An integration calls this function when the integration is imported, because this folder must not import
-    integrations.
+    An integration calls this function when imported, because this folder must not import integrations.
     """
     _FINDERS.append(find)
 

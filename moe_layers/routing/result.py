@@ -59,8 +59,7 @@ def spread_slots(
     values: Tensor | int,  # [T, K], or one number for all slots
     num_experts: int,
 ) -> Tensor:  # [T, E]
-    """Return, for each token and expert, the sum of the values of the token's slots with this expert. Gradients flow to
-    `values`."""
+    """Sum, for each token and expert, the values of the token's slots with this expert. Gradients flow to `values`."""
     # Add slots without an expert to an extra column, which is cut off afterwards.
     column = torch.where(choices < 0, num_experts, choices).long()
     dtype = values.dtype if isinstance(values, Tensor) else torch.int32

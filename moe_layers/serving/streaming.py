@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..architectures import ARCHITECTURES, read_config
-from ..checkpoint.files.blocks import Block, check_names, find_blocks, matching_layouts
+from ..checkpoint.files.blocks import Block, check_names, find_blocks, layer_number, matching_layouts
 from ..checkpoint.files.layouts import Layout, find_layout
 from ..checkpoint.layer.save import layer_tensors, layout_to_write
 from ..checks import check_choice, check_kind
@@ -229,8 +229,7 @@ def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return
-    number = next((int(part) for part in name.split(".") if part.isdigit()), 0)
-    expected, _ = architecture.expert_sizes(read_config(config.to_dict(), number))
+    expected, _ = architecture.expert_sizes(read_config(config.to_dict(), layer_number(name)))
     if len(tensor) < expected:
         raise ValueError(
             f"iter_weights: {name} must hold all {expected} experts, got {len(tensor)}; those of other ranks must be "

@@ -126,9 +126,8 @@ class Reader(NamedTuple):
 
             return dequantize_4bit(tensor.data, tensor.quant_state)
         tensor = gathered(name, tensor)
-        if type(tensor).__module__.partition(".")[0] != "torch" or (
-            tensor.element_size() == 1 and not self.keep_quantized
-        ):
+        is_foreign = type(tensor).__module__.partition(".")[0] != "torch"
+        if is_foreign or (tensor.element_size() == 1 and not self.keep_quantized):
             raise ValueError(
                 f"iter_weights: {name} must be plain, FP8 with scales, MXFP4 or bitsandbytes' 4 bits, got "
                 f"{type(tensor).__name__} of {tensor.dtype}; dequantise the model first"

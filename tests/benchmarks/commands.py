@@ -3,6 +3,7 @@
 import json
 import sys
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
@@ -15,8 +16,6 @@ COMMANDS = {
     "fp8": "--shapes tiny",
     "grouped_gemm": "--shapes tiny --gemms up up_wgrad --routing even",
     "grouped_gemm_list": "--problems 2x16",
-    "huggingface": "--shape tiny --routing",
-    "huggingface --lora": "--shape tiny --lora 2",
     "jagged_gemm": "--problems 40,16,16,3 --skews uneven",
     "layer": "--shapes tiny --routing even",
     "lora": "--shapes tiny --tokens 16 --ranks 4",
@@ -26,13 +25,17 @@ COMMANDS = {
 }
 
 
-def run(name: str, device: str, folder: Path) -> list[dict]:
-    """Run a command of the list. Return its rows, as its results file holds them."""
-    path = folder / f"{name}.json"
-    options = [*COMMANDS[name].split(), *QUICK.split(), "--device", device, "--output", str(path)]
-    rows = import_module(f"benchmarks.{name.split()[0]}").main(options)
+def measure(command: Callable[[list[str]], list[dict]], path: Path, *options: str) -> list[dict]:
+    """Run a command quickly. Return its rows, which must be those of its results file, `path`."""
+    rows = command([*QUICK.split(), "--output", str(path), *options])
     assert rows == json.loads(path.read_text())
     return rows
+
+
+def run(name: str, device: str, folder: Path) -> None:
+    """Run a command of the list."""
+    command = import_module(f"benchmarks.{name}").main
+    measure(command, folder / f"{name}.json", *COMMANDS[name].split(), "--device", device)
 
 
 def main(folder: str, device: str, *names: str) -> None:

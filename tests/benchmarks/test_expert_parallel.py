@@ -24,12 +24,12 @@ from benchmarks.parallel.implementations import (
 
 from ..processes import make_test
 from ..tiers import slow
-
-ARGUMENTS = ["--shapes", "tiny", "--routing", "zipf", "--rounds", "1", "--round-ms", "1", "--commit", "abc"]
+from .commands import QUICK
 
 
 def run(device, *arguments):
-    options = expert_parallel.main.parse([*ARGUMENTS, "--device", device.type, *arguments])
+    small = ["--shapes", "tiny", "--routing", "zipf", "--device", device.type]
+    options = expert_parallel.main.parse([*QUICK.split(), *small, *arguments])
     file = ResultsFile(options, dict)
     return [row for rows in file.measure(expert_parallel.measurements(options, device)) for row in rows]
 
@@ -76,7 +76,7 @@ def stand_ins_have_the_shapes_of_the_others(device):
     mesh, dtype = expert_parallel.expert_mesh(device, 2), expert_parallel.main.parse(["--device", device.type]).dtype
     shape = replace(TINY, num_tokens=64)  # every chunk of which is also even
     layer = make_layer(shape, mesh, dtype)
-    tokens = make_tokens(layer, shape, "even", dtype)
+    tokens = make_tokens(layer, shape, "even")
     for name in STYLES:
         seen = []
         for kind in (stand_in, lambda module: module):
@@ -96,12 +96,7 @@ def stand_ins_have_the_shapes_of_the_others(device):
     compile_kernels([(TINY, mesh)] * 3, ["even"], list(IMPLEMENTATIONS), dtype)
 
 
-CASES = [
-    small_run,
-    what_differs_in_one_process_is_not_timed,
-    stand_ins_have_the_shapes_of_the_others,
-]
-
+CASES = [small_run, what_differs_in_one_process_is_not_timed, stand_ins_have_the_shapes_of_the_others]
 # Timing every dispatcher takes two processes half a minute; the tests below need none.
 test_two_processes = slow(make_test(CASES, 2))
 

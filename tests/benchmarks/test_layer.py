@@ -7,15 +7,15 @@ from functools import partial
 import pytest
 import torch
 
-from benchmarks import layer as benchmark
 from benchmarks import small_batches
 from benchmarks.common import layers, results_file
 from benchmarks.common.baselines import TorchGroupedMM, dense_gemms, grouped_mm_takes
-from benchmarks.common.layers import check_layer, num_checked
 from benchmarks.common.results_file import ResultsFile
 from benchmarks.common.shapes import OFF_GRID, PUBLISHED, SHAPES, TINY, TOKENS, UNSEEN, Shape, shapes_named
 from benchmarks.layer import compare, markdown_table
 from moe_layers import MoEConfig, MoEFeedForward
+
+from .commands import measure
 
 PRESETS = {
     "deepseek-v3-ep8": (MoEConfig.deepseek_v3(), 8),
@@ -52,10 +52,10 @@ def test_groups_and_names_of_shapes():
 
 
 def test_check_of_large_layers_takes_fewer_experts():
-    assert [num_checked(shape) for shape in SHAPES.values()] == [shape.num_experts for shape in SHAPES.values()]
+    assert [layers.num_checked(shape) for shape in SHAPES.values()] == [shape.num_experts for shape in SHAPES.values()]
     arctic, kimi = UNSEEN["arctic-t16384"], UNSEEN["kimi-k2-ep16-t65536"]
-    of_weights = num_checked(arctic) / arctic.num_experts * 40 * arctic.num_weights
-    of_rows = num_checked(kimi) / kimi.num_experts * (16 * kimi.num_weights + 32 * 65536 * 8 * (7168 + 2048))
+    of_weights = layers.num_checked(arctic) / arctic.num_experts * 40 * arctic.num_weights
+    of_rows = layers.num_checked(kimi) / kimi.num_experts * (16 * kimi.num_weights + 32 * 65536 * 8 * (7168 + 2048))
     assert all(0.9 < needed / layers.CHECKED_BYTES <= 1 for needed in (of_weights, of_rows))
 
 
@@ -70,11 +70,11 @@ def test_check_of_some_experts_finds_errors(monkeypatch, num_experts):
         return exact(tokens, topk_weights, permutation, *operands, **options)
 
     monkeypatch.setattr(layers, "fused_experts", op)
-    check_layer(layer, tokens, num_experts)
+    layers.check_layer(layer, tokens, num_experts)
     assert counts == [(15, 30, 3, 3) if num_experts else (40, 80, 8, 8)]
     monkeypatch.setattr(layers, "fused_experts", lambda *args, **options: 1.1 * exact(*args, **options))
     with pytest.raises(AssertionError, match="out: error"):
-        check_layer(layer, tokens, num_experts)
+        layers.check_layer(layer, tokens, num_experts)
 
 
 @pytest.mark.parametrize("activation", ["swiglu", "relu_squared"])
@@ -122,18 +122,13 @@ def test_time_limit_counts_the_longest_measurement(monkeypatch, capsys):
 
 
 def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
-    def no_layer(layer):
-        return torch.nn.Linear(1, 1)
-
-    reference = partial(MoEFeedForward, implementation="reference")
-    monkeypatch.setattr(layers, "MoEFeedForward", reference)
-    monkeypatch.setattr(small_batches, "TorchGroupedMM", no_layer)
-    small = ["--host", "--shapes", "tiny", "--device", "cpu", "--rounds", "1"]
-    small_batches.main([*small, "--commit", "abc", "--output", str(tmp_path / "host.json")])
-    rows = json.loads((tmp_path / "host.json").read_text())
+    monkeypatch.setattr(layers, "MoEFeedForward", partial(MoEFeedForward, implementation="reference"))
+    monkeypatch.setattr(small_batches, "TorchGroupedMM", lambda layer: torch.nn.Linear(1, 1))  # fails
+    small = ["--host", "--shapes", "tiny", "--device", "cpu"]
+    rows = measure(small_batches.main, tmp_path / "host.json", *small)
     names = ["dense_mlp", "moe_layers", "dense_mlp_compiled", "moe_layers_compiled", "grouped_mm_compiled"]
     assert [(r["implementation"], r["pass"]) for r in rows] == [
-        (name, which) for name in names for which in ("inference", *benchmark.PASSES)
+        (name, which) for name in names for which in ("inference", *layers.PASSES)
     ]
     *timed, _, _, failed = rows
     assert failed["host_us"] is failed["over_dense"] is None and "mat1 and mat2" in failed["error"]
@@ -144,7 +139,7 @@ def test_host_times_are_taken_next_to_a_dense_mlp(tmp_path, monkeypatch):
 def test_shapes_without_baseline_are_in_the_tables():
     row = {"shape": "x", "routing": "even", "implementation": "triton", "ms": 2.0, "share_of_dense_bound": 0.5}
     row |= {letter: 1 for letter in "TDFEK"} | {"saved_mib": 3.0, "peak_mib": 4.0}
-    rows = [{**row, "pass": name} for name in benchmark.PASSES]
+    rows = [{**row, "pass": name} for name in layers.PASSES]
     assert "| 2.00 / 2.00 | 0.50 / 0.50 | - / - | - / - | 3 (-) | 4 (-) |" in markdown_table(rows)
     (line,) = compare(rows)
     assert line["share forward"] == 0.5 and "speedup forward" not in line

@@ -1,6 +1,5 @@
 """benchmarks/peer.py with adapters of a few lines of PyTorch."""
 
-import json
 from functools import partial
 
 import pytest
@@ -10,6 +9,8 @@ from benchmarks import layer as benchmark
 from benchmarks import peer
 from benchmarks.common import layers
 from moe_layers import MoEFeedForward
+
+from .commands import measure
 
 
 def adapter(x, router, w_up, w_down, top_k):
@@ -35,11 +36,8 @@ def short(x, *others):
 def run(name, tmp_path, monkeypatch, *arguments):
     monkeypatch.setattr(layers, "MoEFeedForward", partial(MoEFeedForward, implementation="reference"))
     monkeypatch.setattr(layers, "fused_experts", partial(layers.fused_experts, implementation="reference"))
-    output = tmp_path / "peer.json"
-    few = ["--shapes", "tiny", "--device", "cpu", "--rounds", "1", "--round-ms", "1"]
-    named = ["--peer", "PyTorch", "--peer-version", torch.__version__]
-    peer.main(["--adapter", f"{__name__}:{name}", *named, *few, "--commit", "abc", "--output", str(output), *arguments])
-    return json.loads(output.read_text())
+    named = ["--adapter", f"{__name__}:{name}", "--peer", "PyTorch", "--peer-version", torch.__version__]
+    return measure(peer.main, tmp_path / "peer.json", *named, "--shapes", "tiny", "--device", "cpu", *arguments)
 
 
 def test_small_run_writes_a_results_file(tmp_path, monkeypatch):

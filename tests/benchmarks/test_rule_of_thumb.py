@@ -1,6 +1,5 @@
 """benchmarks/rule_of_thumb.py on a table of small shapes."""
 
-import json
 from functools import partial
 
 import pytest
@@ -15,6 +14,8 @@ from moe_kernels.gemm.selection import Copies
 from moe_kernels.runtime.triton import HAS_TRITON
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import candidates
+
+from .commands import measure
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="there are no kernels to choose from")
 
@@ -35,10 +36,8 @@ def test_small_run_writes_a_results_file(tmp_path, capsys, device):
     # The table's entry for the first key is the rule's first choice; for other keys it is the rule's last.
     table = {key: names[-1 if i else 0] for i, (key, names) in enumerate(ordered.items())}
     write(tmp_path / "table.json", Table(table, {}))
-    output = tmp_path / "new" / "results.json"
-    options = ["--round-ms", "1", "--commit", "abc", "--output", str(output)]
-    main(["--table", str(tmp_path / "table.json"), *options])
-    rows = json.loads(output.read_text())
+    output, options = tmp_path / "results.json", ["--table", str(tmp_path / "table.json")]
+    rows = measure(main, output, *options)
     assert [row["key"] for row in rows] == KEYS and all(row["commit"] == "abc" for row in rows)
     for row in rows:
         assert row["rule_kernel"] == ordered[row["key"]][0] and row["table_kernel"] == table[row["key"]]
@@ -47,23 +46,20 @@ def test_small_run_writes_a_results_file(tmp_path, capsys, device):
         assert (row["ratio"] == 1.0) or row["rule_kernel"] != row["table_kernel"]
     printed = capsys.readouterr().out
     assert "geometric_mean" in printed and "\nall " in printed
-    main(["--table", str(tmp_path / "table.json"), "--ops", "wgrad", *options])
-    assert [row["op"] for row in json.loads(output.read_text())] == ["wgrad"]
+    assert [row["op"] for row in measure(main, output, *options, "--ops", "wgrad")] == ["wgrad"]
 
 
 def test_small_run_of_a_layer(monkeypatch, tmp_path, device):
     calls = []
     # In the interpreter the op of every choice of copies would take half a minute.
-    steps = {
-        copies: partial(calls.append, copies) for copies in (Copies(False, False, False), Copies(True, True, True))
-    }
+    choices = Copies(False, False, False), Copies(True, True, True)
+    steps = {copies: partial(calls.append, copies) for copies in choices}
     monkeypatch.setattr(rule_of_thumb, "copies_steps", lambda layer: steps)
     monkeypatch.setitem(shapes.OFF_GRID, "small", shapes.Shape("small", 16, 16, 8, 2, 1))
     output = tmp_path / "results.json"
-    options = ["--layers", "small", "--forms", "up", "up_wgrad", "copies", "--tile-orders", "--output", str(output)]
-    options += ["--rounds", "1", "--round-ms", "1", "--time-limit-s", "600", "--resume"]
-    main(options)
-    up, wgrad, copies = rows = json.loads(output.read_text())
+    options = ["--layers", "small", "--forms", "up", "up_wgrad", "copies", "--tile-orders"]
+    options += ["--time-limit-s", "600", "--resume"]
+    up, wgrad, copies = rows = measure(main, output, *options)
     assert [row["form"] for row in rows] == ["up", "up_wgrad", "copies"]
     assert all({"shape": "small", "T": 16, "D": 16, "F": 8, "E": 2, "K": 1}.items() <= row.items() for row in rows)
     if device == "cpu":
@@ -71,17 +67,14 @@ def test_small_run_of_a_layer(monkeypatch, tmp_path, device):
     args = arguments_of(wgrad["key"], device)
     names = [kernel.metadata.kernel_name for kernel in best_first(candidates(args), args, measured=None)]
     rule = names[0]
-    assert wgrad["rule_kernel"] == rule and wgrad["times_ms"].keys() == {
-        *names,
-        *(f"{rule} of {n}" for n in (4, 8, 16)),
-    }
+    assert wgrad["rule_kernel"] == rule
+    assert wgrad["times_ms"].keys() == {*names, *(f"{rule} of {n}" for n in (4, 8, 16))}
     assert wgrad["table_ms"] == min(wgrad["times_ms"].values()) == wgrad["times_ms"][wgrad["table_kernel"]]
     assert wgrad["ratio"] == wgrad["times_ms"][rule] / wgrad["table_ms"] >= 1
     assert copies["rule_kernel"] == "(0, 0, 0)" and copies["times_ms"].keys() == {"(0, 0, 0)", "(1, 1, 1)"}
     assert set(calls) == set(steps)
     num_calls = len(calls)
-    main(options)
-    assert len(calls) == num_calls and json.loads(output.read_text()) == rows
+    assert measure(main, output, *options) == rows and len(calls) == num_calls
 
 
 def test_summary_by_hand():

@@ -1,12 +1,12 @@
 """benchmarks/vllm_experts.py with a kernel that takes arguments as vLLM's does."""
 
-import json
-
 import pytest
 import torch
 
 from benchmarks import vllm_experts
 from moe_kernels import reference, sort_by_expert
+
+from .commands import measure
 
 SOURCE = """
 import vllm
@@ -46,11 +46,10 @@ def fused_moe_kernel(
 
 def test_small_run_writes_a_results_file(tmp_path, device, monkeypatch):
     monkeypatch.setattr(vllm_experts, "TILES", vllm_experts.TILES[:2])
-    source, output = tmp_path / "fused_moe.py", tmp_path / "out.json"
+    source = tmp_path / "fused_moe.py"
     source.write_text(SOURCE)
-    small = ["--shapes", "tiny", "--tokens", "2", "--device", device, "--round-ms", "1"]
-    vllm_experts.main(["--source", str(source), *small, "--commit", "abc", "--output", str(output)])
-    (row,) = json.loads(output.read_text())
+    small = ["--source", str(source), "--shapes", "tiny", "--tokens", "2", "--device", device]
+    (row,) = measure(vllm_experts.main, tmp_path / "out.json", *small)
     assert row["times_as_fast"] == row["vllm_ms"] / row["ours_ms"] > 0
     assert 0 < row["vllm_error"] < (1e-6 if device == "cpu" else 0.01) and row["commit"] == "abc"
 

@@ -1,7 +1,6 @@
 """benchmarks/whole_model.py and the models that it times."""
 
 import argparse
-import json
 from functools import partial
 
 import pytest
@@ -17,6 +16,7 @@ from benchmarks.common import model_variants
 from benchmarks.common.model_variants import ATTENTION, MODELS, draw_tokens, make_model, with_experts
 
 from ..tiers import default_tier
+from .commands import measure
 
 # The compiler needs seconds.
 CASES = default_tier(["eager", "compiled"], {"eager"})
@@ -33,14 +33,11 @@ def test_small_run_writes_a_results_file(mode, tmp_path, monkeypatch):
     monkeypatch.setitem(ExpertsInterface._global_mapping, "wrong", wrong_experts)
     monkeypatch.setattr(whole_model, "CHECKED_TOKENS", 8)
     monkeypatch.setattr(model_variants, "VOCABULARY", 64)
-    path = tmp_path / "results.json"
-    small = ["--model", "tiny", "--layers", "1", "--tokens", "2x8", "--batch", "1", "--prompt", "4", "--new", "2"]
-    quick = ["--rounds", "1", "--round-ms", "1", "--rank", "2", "--device", "cpu", "--implementation", "reference"]
+    small = "--model tiny --layers 1 --tokens 2x8 --batch 1 --prompt 4 --new 2 --rank 2 --device cpu"
+    options = [*small.split(), "--implementation", "reference", "--modes", mode]
+    options += ["--training", "full"] if mode == "compiled" else []
     names = ["moe_layers", "eager", "wrong", "no_experts"]
-    quick += ["--implementations", *names, "--modes", mode]
-    quick += ["--training", "full"] if mode == "compiled" else []
-    whole_model.main([*small, *quick, "--commit", "abc", "--output", str(path)])
-    rows = json.loads(path.read_text())
+    rows = measure(whole_model.main, tmp_path / "results.json", *options, "--implementations", *names)
     training = ("forward+backward", "training step")
     cases = [("full", which) for which in (*training, "generate")]
     cases += [("lora", which) for which in training if mode == "eager"]

@@ -12,6 +12,7 @@ from benchmarks.parallel import plan
 
 from ..processes import run_torchrun
 from ..tiers import slow
+from .commands import QUICK
 
 ROW = {"model": "qwen3-30b-a3b", "layers": 6, "batch": 4, "length": 4096, "processes": 2, "ms": 200.0, "comm_ms": 40.0}
 
@@ -21,7 +22,7 @@ def test_every_way_agrees_with_one_process(tmp_path):
     path = tmp_path / "results.json"
     small = ["--device", "cpu", "--models", "tiny", "--layers", "2", "--tokens", "2x16", "--warm-up", "1"]
     small += ["--routing", "balanced", "--checkpointing", "--compiled"]
-    quick = ["--rounds", "1", "--round-ms", "1", "--commit", "abc", "--output", str(path)]
+    quick = [*QUICK.split(), "--output", str(path)]
     result = run_torchrun(["-m", "benchmarks.whole_model_parallel", *small, *quick], 2, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
     rows = json.loads(path.read_text())

@@ -13,6 +13,12 @@ FASTEST = None if torch.cuda.is_available() else "reference"
 CASES = sorted(path.name for path in GOLDEN.iterdir())
 
 
+def replace_by_grads(module):
+    """Put gradients, or zeros where there are none, in place of the parameters."""
+    for parameter in module.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
 class Golden:
     def __init__(self, name):
         self.directory = GOLDEN / name

@@ -15,36 +15,49 @@ from .test_convert import same
 EXPERTS = "base_model.model.model.layers.{}.mlp.experts"
 ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 SIZES = {"own": (10, 7), "2F = D": (10, 5), "F = D": (10, 10)}  # D, F
+NAMES = ("gate_up_proj", "down_proj")
+TARGETS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+RANK = 3
 
 
-def write_config(directory, targets, **changes):
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_parameters": targets, "target_modules": []}
+def write_config(directory, targets=TARGETS, **changes):
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 2 * RANK, "target_modules": []}
+    config["target_parameters"] = targets
     (directory / "adapter_config.json").write_text(json.dumps({**config, **changes}, indent=2, sort_keys=True))
 
 
-def make_adapter(
-    directory, d_model, d_ff, orientation="0.19", names=("gate_up_proj", "down_proj"), num_experts=4, rank=3, **changes
-):
-    """Write an adapter file, and return the changes of the parameters by layer and name, by PEFT's formula."""
+def make_adapter(directory, d_model, d_ff, orientation="0.19", names=NAMES, num_experts=4, layers=(0, 1), **changes):
+    """Write an adapter file, and return the changes of the parameters by layer and name, by PEFT's formula.
+
+    Args:
+        changes: fields of the configuration, or `stack`.
+    """
     directory.mkdir()
     stack = changes.pop("stack", "model.layers")
     generator = torch.Generator().manual_seed(len(stack))
     tensors, deltas = {}, {}
     rows = {"gate_up_proj": 2 * d_ff, "up_proj": d_ff, "down_proj": d_model}
-    for layer in changes.pop("layers", (0, 1)):
+    for layer in layers:
         for depth, name in enumerate(reversed(names)):
             size_out, size_in = rows[name], d_ff if name == "down_proj" else d_model
             of_a, of_b = (size_in, size_out) if orientation == "0.19" else (size_out, size_in)
-            a = torch.randn(num_experts * rank, of_a, generator=generator)
-            b = torch.randn(of_b, rank * num_experts, generator=generator)
+            a = torch.randn(num_experts * RANK, of_a, generator=generator)
+            b = torch.randn(of_b, RANK * num_experts, generator=generator)
             key = f"base_model.model.{stack}.{layer}.mlp.experts" + ".base_layer" * depth
             tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
             formula = "ore, eri -> eoi" if orientation == "0.19" else "ore, eri -> eio"
-            parts = b.view(of_b, rank, num_experts).double(), a.view(num_experts, rank, of_a).double()
+            parts = b.view(of_b, RANK, num_experts).double(), a.view(num_experts, RANK, of_a).double()
             deltas[layer, name] = torch.einsum(formula, *parts) * 2  # alpha / r
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    write_config(directory, [f"mlp.experts.{name}" for name in names], r=rank, lora_alpha=2 * rank, **changes)
+    write_config(directory, [f"mlp.experts.{name}" for name in names], **changes)
     return deltas
+
+
+def write_out(adapter, directory, *layout):
+    """Write the adapter, and return the tensors and the configuration of its files."""
+    write_adapter(adapter, directory / "out", *layout)
+    tensors = load_file(directory / "out/adapter_model.safetensors")
+    return tensors, json.loads((directory / "out/adapter_config.json").read_text())
 
 
 def delta(adapters, name):
@@ -59,9 +72,7 @@ def assert_deltas(loaded, wanted, stack="model.layers"):
 
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("orientation", ["0.19", "0.18"])
-@pytest.mark.parametrize(
-    "names", [("gate_up_proj", "down_proj"), ("down_proj", "gate_up_proj")], ids=["usual", "4 bits"]
-)
+@pytest.mark.parametrize("names", [NAMES, NAMES[::-1]], ids=["usual", "4 bits"])
 def test_order_and_orientation_are_told_by_the_shapes(names, orientation, sizes, tmp_path):
     """`names` begins with the innermost parameter."""
     wanted = make_adapter(tmp_path / "in", *SIZES[sizes], orientation, names)
@@ -79,8 +90,7 @@ def test_an_ambiguous_orientation_must_be_told(orientation, names, tmp_path):
     wanted = make_adapter(tmp_path / "in", 8, 8, orientation, names)
     with pytest.raises(ValueError, match="the shapes do not tell the orientation, nor does peft_version None"):
         read_peft_adapter(tmp_path / "in")
-    loaded = read_peft_adapter(tmp_path / "in", orientation=orientation)
-    assert_deltas(loaded, wanted)
+    assert_deltas(read_peft_adapter(tmp_path / "in", orientation=orientation), wanted)
 
 
 def test_only_recent_versions_tell_the_orientation(tmp_path):
@@ -122,11 +132,10 @@ def test_per_expert_layout(tmp_path):
     tensors = load_file(tmp_path / "in/adapter_model.safetensors")
     others = {ATTENTION.format("A"): torch.randn(3, 10), ATTENTION.format("B"): torch.randn(10, 3)}
     save_file({**tensors, **others}, tmp_path / "in/adapter_model.safetensors")
-    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], target_modules=["q_proj"])
+    write_config(tmp_path / "in", target_modules=["q_proj"])
     loaded = read_peft_adapter(tmp_path / "in")
     assert set(loaded.report.others) == set(others)
-    write_adapter(loaded, tmp_path / "out", "per_expert")
-    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    written, config = write_out(loaded, tmp_path, "per_expert")
     assert len(written) == 2 * 4 * 3 * 2 + 2
     assert same({name: written[name] for name in others}, others)
     for (layer, name), value in wanted.items():
@@ -135,7 +144,6 @@ def test_per_expert_layout(tmp_path):
             keys = [f"{EXPERTS.format(layer)}.{expert}.{n}.lora_{{}}.weight" for n in names]
             products = [2 * written[key.format("B")].double() @ written[key.format("A")].double() for key in keys]
             torch.testing.assert_close(torch.cat(products), value[expert])
-    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "gate_proj", "up_proj", "down_proj"]
     assert config["target_parameters"] is None
 
@@ -144,14 +152,15 @@ def test_per_expert_layout(tmp_path):
 def test_per_expert_keeps_an_expression_of_modules(targets, tmp_path):
     """PEFT matches one string with whole names, and each entry of a list with the end of a name."""
     make_adapter(tmp_path / "in", 10, 7, target_modules=targets)
-    write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out", "per_expert")
-    written = json.loads((tmp_path / "out/adapter_config.json").read_text())["target_modules"]
+    _, config = write_out(read_peft_adapter(tmp_path / "in"), tmp_path, "per_expert")
+    written = config["target_modules"]
     if targets.lower() == "all-linear":
         assert written == targets
         return
-    names = ["model.layers.0.self_attn.q_proj", "lm_head", "model.layers.0.mlp.experts.1.up_proj"]
-    names += ["model.layers.0.self_attn.v_proj", "model.lm_head", "model.layers.0.mlp.experts"]
-    assert [bool(re.fullmatch(written, name)) for name in names] == [True] * 3 + [False] * 3
+    for name in ("model.layers.0.self_attn.q_proj", "lm_head", "model.layers.0.mlp.experts.1.up_proj"):
+        assert re.fullmatch(written, name)
+    for name in ("model.layers.0.self_attn.v_proj", "model.lm_head", "model.layers.0.mlp.experts"):
+        assert not re.fullmatch(written, name)
 
 
 def join_adapters(directory, *others):
@@ -174,8 +183,7 @@ def test_stacks_of_layers_are_told_apart(layout, tmp_path):
     assert [name.split(".")[-3] for name in loaded.layers] == ["2", "10"] * 3
     for stack, deltas in wanted.items():
         assert_deltas(loaded, deltas, stack)
-    write_adapter(loaded, tmp_path / "out", layout)
-    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    written, _ = write_out(loaded, tmp_path, layout)
     if layout == "per_expert":
         assert len(written) == 2 * 3 * 2 * (7 + 8 + 9)
     else:
@@ -191,8 +199,7 @@ def test_stacks_that_differ(tmp_path):
     write_config(tmp_path / "in", targets)
     loaded = read_peft_adapter(tmp_path / "in")
     assert loaded.report.told_by == "shapes"
-    write_adapter(loaded, tmp_path / "out", "per_expert")
-    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    written, _ = write_out(loaded, tmp_path, "per_expert")
     assert {name.split(".")[-3] for name in written if ".a.layers" in name} == {"up_proj", "down_proj"}
     assert {name.split(".")[-3] for name in written if ".b.layers" in name} == {"gate_proj", "up_proj", "down_proj"}
     make_adapter(tmp_path / "c", 10, 7, "0.18", stack="c.layers", layers=(0,))
@@ -203,26 +210,20 @@ def test_stacks_that_differ(tmp_path):
 
 @pytest.mark.parametrize(
     "targets",
-    [
-        ["gate_up_proj", "down_proj"],
-        ["experts.down_proj", "gate_up_proj"],
-        ["gate_up_proj", "down_proj", "gate.weight"],
-    ],
+    [[*NAMES], ["experts.down_proj", "gate_up_proj"], [*NAMES, "gate.weight"]],
 )
 def test_target_parameters_may_have_no_module(targets, tmp_path):
     wanted = make_adapter(tmp_path / "in", 10, 7)
     write_config(tmp_path / "in", targets)
     loaded = read_peft_adapter(tmp_path / "in")
     assert_deltas(loaded, wanted)
-    write_adapter(loaded, tmp_path / "out", "per_expert")
-    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    _, config = write_out(loaded, tmp_path, "per_expert")
     assert config["target_parameters"] == (["gate.weight"] if "gate.weight" in targets else None)
 
 
 def test_vllm_reads_three_axes_from_the_layout_of_recent_peft(tmp_path):
     wanted = make_adapter(tmp_path / "in", 10, 7, "0.18")
-    write_adapter(read_peft_adapter(tmp_path / "in"), tmp_path / "out", "vllm_3d")
-    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    written, _ = write_out(read_peft_adapter(tmp_path / "in"), tmp_path, "vllm_3d")
     for name, inner in (("gate_up_proj", ".base_layer"), ("down_proj", "")):
         key = f"{EXPERTS.format(0)}{inner}.lora_{{}}.weight"
         a, b = written[key.format("A")].double(), written[key.format("B")].double()
@@ -234,32 +235,32 @@ def test_vllm_reads_three_axes_from_the_layout_of_recent_peft(tmp_path):
         write_adapter(read_peft_adapter(tmp_path / "half"), tmp_path / "none", "vllm_3d")
 
 
-def test_incomplete_files_are_refused(tmp_path):
+def test_a_missing_tensor_is_named(tmp_path):
     make_adapter(tmp_path / "in", 10, 7)
     path = tmp_path / "in/adapter_model.safetensors"
     tensors = load_file(path)
-    without = {name: tensor for name, tensor in tensors.items() if not name.endswith("1.mlp.experts.lora_B.weight")}
-    save_file(without, path)
+    del tensors[f"{EXPERTS.format(1)}.lora_B.weight"]
+    save_file(tensors, path)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.lora_B\.weight is missing"):
         read_peft_adapter(tmp_path / "in")
-    save_file(tensors, path)
-    write_config(tmp_path / "in", ["mlp.experts.down_proj"])
-    with pytest.raises(
-        ValueError, match=r"one wrapper for each of \['down_proj'\], which target_parameters .* names, got 2"
-    ):
-        read_peft_adapter(tmp_path / "in")
-    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], r=5)
-    with pytest.raises(ValueError, match=r"must be \[E r, n\] with r = 5"):
-        read_peft_adapter(tmp_path / "in")
-    write_config(tmp_path / "in", ["mlp.experts.gate_up_proj", "mlp.experts.down_proj_bias"])
-    with pytest.raises(NotImplementedError, match="down_proj_bias"):
-        read_peft_adapter(tmp_path / "in")
-    write_config(
-        tmp_path / "in",
-        ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        alpha_pattern={"experts.down_proj": 1},
-    )
-    with pytest.raises(NotImplementedError, match="must have one scale"):
+
+
+TOO_MANY = r"one wrapper for each of \['down_proj'\], which target_parameters .* names, got 2"
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "message"),
+    [
+        ({"targets": TARGETS[1:]}, ValueError, TOO_MANY),
+        ({"r": 5}, ValueError, r"must be \[E r, n\] with r = 5"),
+        ({"targets": [TARGETS[0], f"{TARGETS[1]}_bias"]}, NotImplementedError, "down_proj_bias"),
+        ({"alpha_pattern": {"experts.down_proj": 1}}, NotImplementedError, "must have one scale"),
+    ],
+)
+def test_configurations_that_do_not_fit_the_tensors_are_refused(config, error, message, tmp_path):
+    make_adapter(tmp_path / "in", 10, 7)
+    write_config(tmp_path / "in", **config)
+    with pytest.raises(error, match=message):
         read_peft_adapter(tmp_path / "in")
 
 

@@ -13,23 +13,24 @@ from moe_layers.checkpoint.adapters.merge import merge_adapter
 from moe_layers.checkpoint.files.recognition import block_of_module
 
 from .golden import Golden
-from .test_adapter_files import EXPERTS, import_peft, join_adapters, make_adapter, write_config
+from .test_adapter_files import EXPERTS, NAMES, RANK, import_peft, join_adapters, make_adapter, write_config
 from .test_convert import read_model, same
 from .test_from_checkpoint import copy_case
 
 
-def sizes_of(case, layer):
-    config = MoEFeedForward.from_checkpoint(Golden(case).directory, layer).config
+def sizes_of(golden):
+    config = MoEFeedForward.from_checkpoint(golden.directory, golden.layer).config
     return {"d_model": config.d_model, "d_ff": config.d_ff, "num_experts": config.num_experts}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
 def test_merge_adds_the_product_and_rounds_once(case, dtype, tmp_path):
-    base = {name: tensor.to(dtype) for name, tensor in Golden(case).tensors("model").items()}
+    golden = Golden(case)
+    base = {name: tensor.to(dtype) for name, tensor in golden.tensors("model").items()}
     copy_case(case, tmp_path / "base", lambda tensors: tensors.update(base))
-    number = find_layer(base)
-    wanted = make_adapter(tmp_path / "adapter", **sizes_of(case, number), layers=(number,))
+    number = golden.layer
+    wanted = make_adapter(tmp_path / "adapter", **sizes_of(golden), layers=(number,))
     report = merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=60_000)
     assert len(report.used) == 2
     merged = read_model(tmp_path / "out")
@@ -49,22 +50,16 @@ def test_merge_adds_the_product_and_rounds_once(case, dtype, tmp_path):
         assert (error <= half_step + 1e-6 * exact.abs().max()).all()
 
 
-def find_layer(tensors):
-    return min(int(name.split("layers.")[1].split(".")[0]) for name in tensors if ".experts." in name)
-
-
 def test_merge_refuses_what_does_not_fit(tmp_path):
-    directory = Golden("qwen3_moe").directory
-    layer = find_layer(Golden("qwen3_moe").tensors("model"))
-    sizes = sizes_of("qwen3_moe", layer)
-    make_adapter(tmp_path / "far", **sizes, layers=(layer, 77))
-    with pytest.raises(
-        ValueError, match=r"layers\.77\.mlp\.experts must have the stack of layers and the number of one MoE block"
-    ):
-        merge_adapter(directory, tmp_path / "far", tmp_path / "out")
-    make_adapter(tmp_path / "wide", **{**sizes, "d_ff": sizes["d_ff"] + 1}, layers=(layer,))
+    golden = Golden("qwen3_moe")
+    sizes = sizes_of(golden)
+    make_adapter(tmp_path / "far", **sizes, layers=(golden.layer, 77))
+    message = r"layers\.77\.mlp\.experts must have the stack of layers and the number of one MoE block"
+    with pytest.raises(ValueError, match=message):
+        merge_adapter(golden.directory, tmp_path / "far", tmp_path / "out")
+    make_adapter(tmp_path / "wide", **{**sizes, "d_ff": sizes["d_ff"] + 1}, layers=(golden.layer,))
     with pytest.raises(ValueError, match="must be of up weights"):
-        merge_adapter(directory, tmp_path / "wide", tmp_path / "out")
+        merge_adapter(golden.directory, tmp_path / "wide", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -84,10 +79,10 @@ def make_model(directory, stacks, num_experts=4, d_model=10, d_ff=7):
     return tensors
 
 
-def add_linear(directory, module, size_out, rank=3, **factors):
+def add_linear(directory, module, size_out, **factors):
     """Add the factors of a linear layer to an adapter file, and return the change of its weight."""
     path = directory / "adapter_model.safetensors"
-    a, b = torch.randn(rank, 10), torch.randn(size_out, rank)
+    a, b = torch.randn(RANK, 10), torch.randn(size_out, RANK)
     key = f"base_model.model.{module}.lora_"
     save_file({**load_file(path), f"{key}A.weight": a, f"{key}B.weight": b, **factors}, path)
     return 2 * b @ a
@@ -117,10 +112,9 @@ THINKER, TALKER, INNER = "thinker.model.layers", "talker.model.layers", "model.l
 def test_merge_changes_one_stack_of_layers(stored, adapted, changed, tmp_path):
     before = make_model(tmp_path / "model", stored)
     experts = make_adapter(tmp_path / "adapter", 10, 7, stack=adapted, layers=(2,))
-    wanted = {
-        f"{changed}.1.self_attn.q_proj.weight": add_linear(tmp_path / "adapter", f"{adapted}.1.self_attn.q_proj", 12)
-    }
-    wanted["lm_head.weight"] = add_linear(tmp_path / "adapter", "lm_head", 6)
+    wanted = {"lm_head.weight": add_linear(tmp_path / "adapter", "lm_head", 6)}
+    q_proj = "1.self_attn.q_proj"
+    wanted[f"{changed}.{q_proj}.weight"] = add_linear(tmp_path / "adapter", f"{adapted}.{q_proj}", 12)
     for expert in range(4):
         names = [f"{changed}.2.mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down")]
         changes = *experts[2, "gate_up_proj"][expert].chunk(2), experts[2, "down_proj"][expert]
@@ -148,10 +142,9 @@ def test_merge_changes_one_stack_of_layers(stored, adapted, changed, tmp_path):
 def test_all_numbers_of_a_name_count(prefix, module):
     with pytest.raises(ValueError, match=rf"{module} must have .* got a checkpoint with {prefix}"):
         block_of_module([prefix], module)
-    renamed = module.replace("3", "5").replace("mlp", "block_sparse_moe")
-    assert block_of_module([renamed.removesuffix("experts")], module.replace("3", "5")) == renamed.removesuffix(
-        "experts"
-    )
+    module = module.replace("3", "5")
+    block = module.replace("mlp", "block_sparse_moe").removesuffix("experts")
+    assert block_of_module([block], module) == block
 
 
 @pytest.mark.parametrize("layers", [(2, 2), (3, 2)], ids=["one block", "one stack"])
@@ -182,7 +175,7 @@ def both(module, size_out):
         ({"base_model.model.model.embed_tokens.lora_embedding_A": (3, 6)}, {}, "merge, got .*lora_embedding_A"),
         ({"base_model.model.score.weight": (6, 10)}, {}, r"merge, got .*score\.weight"),
         ({Q_PROJ.replace("q_proj", "k_proj") + ".lora_A.weight": (3, 10)}, {}, "merge, got .*k_proj"),
-        ({}, {"target_parameters": ["gate_up_proj", "down_proj", "q_proj.other"]}, "merge, got .*q_proj"),
+        ({}, {"target_parameters": [*NAMES, "q_proj.other"]}, "merge, got .*q_proj"),
         ({}, {"rank_pattern": {"q_proj": 2}}, r"q_proj must be \[2, in\] and \[out, 2\], got \[3, 10\]"),
         ({f"{Q_PROJ}.lora_B.weight": (12, 3, 1)}, {}, r"must be \[3, in\] and \[out, 3\], got .* \[12, 3, 1\]"),
         ({f"{Q_PROJ}.lora_B.weight": (13, 3)}, {}, r"q_proj\.weight \[12, 10\] is of \[13, 10\]"),
@@ -199,17 +192,16 @@ def both(module, size_out):
 def test_merge_refuses_other_adapters(factors, changes, message, tmp_path):
     make_model(tmp_path / "model", ["model.layers"])
     make_adapter(tmp_path / "adapter", 10, 7, layers=(2,))
-    write_config(tmp_path / "adapter", **{"targets": ["gate_up_proj", "down_proj"], **changes})
-    add_linear(
-        tmp_path / "adapter", "model.layers.1.self_attn.q_proj", 12, **{n: torch.ones(s) for n, s in factors.items()}
-    )
+    write_config(tmp_path / "adapter", **{"targets": [*NAMES], **changes})
+    others = {name: torch.ones(shape) for name, shape in factors.items()}
+    add_linear(tmp_path / "adapter", "model.layers.1.self_attn.q_proj", 12, **others)
     with pytest.raises(ValueError, match=message):
         merge_adapter(tmp_path / "model", tmp_path / "adapter", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_merge_refuses_integers(tmp_path):
-    """Of bitsandbytes, for instance, whose int8 weights have the shape of plain ones."""
+    """bitsandbytes, for instance, stores int8 weights in the shape of plain ones."""
     tensors = make_model(tmp_path / "model", ["model.layers"])
     name = "model.layers.1.self_attn.q_proj.weight"
     save_file({**tensors, name: tensors[name].to(torch.int8)}, tmp_path / "model/model.safetensors")
@@ -221,14 +213,14 @@ def test_merge_refuses_integers(tmp_path):
 
 def test_commands(tmp_path, capsys):
     golden = Golden("qwen3_moe")
-    layer = find_layer(golden.tensors("model"))
-    make_adapter(tmp_path / "in", **sizes_of("qwen3_moe", layer), layers=(layer,))
+    make_adapter(tmp_path / "in", **sizes_of(golden), layers=(golden.layer,))
     assert main(["lora", "inspect", str(tmp_path / "in")]) == 0
     text = capsys.readouterr().out
     assert "adapters of 2 expert parameters in orientation 0.19 (told by shapes), 4 tensors used once each" in text
-    assert f"model.layers.{layer}.mlp.experts.down_proj" in text and "rank 3" in text
+    assert f"model.layers.{golden.layer}.mlp.experts.down_proj" in text and "rank 3" in text
     assert main(["lora", "convert", str(tmp_path / "in"), str(tmp_path / "out"), "--layout", "per_expert"]) == 0
-    assert f"{EXPERTS.format(layer)}.0.up_proj.lora_A.weight" in load_file(tmp_path / "out/adapter_model.safetensors")
+    written = load_file(tmp_path / "out/adapter_model.safetensors")
+    assert f"{EXPERTS.format(golden.layer)}.0.up_proj.lora_A.weight" in written
     assert main(["lora", "merge", str(golden.directory), str(tmp_path / "in"), str(tmp_path / "merged")]) == 0
     assert read_model(tmp_path / "merged").keys() == golden.tensors("model").keys()
     assert main(["lora", "inspect", str(tmp_path / "merged")]) == 1
@@ -247,7 +239,7 @@ def test_merge_equals_that_of_peft(model_type, rslora, tmp_path):
         lora_alpha=5,
         use_rslora=rslora,
         target_modules=["q_proj", "v_proj", "o_proj"],
-        target_parameters=["gate_up_proj", "down_proj", *router],
+        target_parameters=[*NAMES, *router],
         rank_pattern={r"layers\.1\.self_attn\.q_proj": 4, "mlp.gate.weight": 2, "mlp.gate": 6},
         alpha_pattern={"v_proj": 7, "layers.0.self_attn.v_proj": 9, "mlp.gate.weight": 11},
         init_lora_weights=False,

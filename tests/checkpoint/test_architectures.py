@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 
 from moe_layers import MoEConfig, MoEFeedForward
@@ -16,8 +15,9 @@ from moe_layers.architectures import ARCHITECTURES, OWN_MODEL_TYPE, REFUSED, rea
 from moe_layers.checkpoint.model.convert import convert
 
 from ..tiers import slow
-from .golden import FASTEST
-from .test_convert import read_model
+from .golden import FASTEST, replace_by_grads
+from .test_convert import read_model, write_model
+from .test_from_checkpoint import same_state
 from .tiny_models import LAYER, MODELS, config_class_of, config_fields, known_fields, save_model
 
 transformers = pytest.importorskip("transformers", reason="transformers builds the models of this test")
@@ -147,20 +147,16 @@ def test_deepseek_v4_as_published(tmp_path):
     for name in ("stored", "values"):
         save_model("deepseek_v4", tmp_path / name, **GROUPS_OF_32)
     tensors = read_model(tmp_path / "stored")
-    results = quantised_as_published(tensors, torch.Generator().manual_seed(0))
-    layers = []
-    for name, result in zip(("stored", "values"), results, strict=True):
-        for path in (tmp_path / name).glob("model*"):
-            path.unlink()
-        save_file(result, tmp_path / name / "model.safetensors")
-        loaded = MoEFeedForward.from_checkpoint(tmp_path / name, LAYER, dtype=torch.float32, return_report=True)
-        layers.append(loaded)
-    (layer, report), (expected, _) = layers
+    stored, values = quantised_as_published(tensors, torch.Generator().manual_seed(0))
+    write_model(stored, tmp_path / "stored")
+    write_model(values, tmp_path / "values")
+    options = {"dtype": torch.float32, "return_report": True}
+    layer, report = MoEFeedForward.from_checkpoint(tmp_path / "stored", LAYER, **options)
+    expected, _ = MoEFeedForward.from_checkpoint(tmp_path / "values", LAYER, **options)
     assert report.quantization == ("float4", "float8")
-    assert all(map(torch.equal, layer.state_dict().values(), expected.state_dict().values()))
+    assert same_state(layer, expected)
     convert(tmp_path / "stored", tmp_path / "converted", "fused", dtype=torch.float32)
-    converted = MoEFeedForward.from_checkpoint(tmp_path / "converted", LAYER)
-    assert all(map(torch.equal, converted.state_dict().values(), expected.state_dict().values()))
+    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "converted", LAYER), expected)
 
 
 @pytest.mark.parametrize(
@@ -176,9 +172,7 @@ def test_packed_float4_that_does_not_fit_is_named(change, message, tmp_path):
     tensors, _ = quantised_as_published(read_model(tmp_path), torch.Generator().manual_seed(0))
     name = next(name for name in tensors if name.endswith("1.ffn.experts.0.w1.scale"))
     tensors[name] = change(tensors[name])
-    for path in tmp_path.glob("model*"):
-        path.unlink()
-    save_file(tensors, tmp_path / "model.safetensors")
+    write_model(tensors, tmp_path)
     with pytest.raises(ValueError, match=message):
         MoEFeedForward.from_checkpoint(tmp_path, LAYER)
 
@@ -190,10 +184,9 @@ def test_a_layer_is_written_under_the_names_of_its_model(model_type, tmp_path):
     layer, report = MoEFeedForward.from_checkpoint(tmp_path / "model", LAYER, return_report=True)
     layer.save_checkpoint(tmp_path / "layer")
     again, written = MoEFeedForward.from_checkpoint(tmp_path / "layer", LAYER, return_report=True)
-    assert {name for tensor in written.tensors for name in tensor.names} == {
-        name for tensor in report.tensors for name in tensor.names
-    }
-    assert all(map(torch.equal, layer.state_dict().values(), again.state_dict().values()))
+    names, written_names = ({n for tensor in each.tensors for n in tensor.names} for each in (report, written))
+    assert written_names == names
+    assert same_state(layer, again)
 
 
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - {OWN_MODEL_TYPE}))
@@ -289,8 +282,3 @@ def outputs_and_input_grads(function, moe):
     y = function(x, **dict(zip(["router_input"], inputs[1:], strict=False)))
     y.backward(dy)
     return y.detach(), *(tensor.grad for tensor in inputs)
-
-
-def replace_by_grads(module):
-    for parameter in module.parameters():
-        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -29,6 +29,13 @@ def read_model(directory):
     return tensors
 
 
+def write_model(tensors, directory):
+    """Write all tensors to one file, in place of the model's files."""
+    for path in directory.glob("model*"):
+        path.unlink()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
 def save_unknown(model, directory):
     directory.mkdir(exist_ok=True)
     save_file(model, directory / "model.safetensors")
@@ -74,20 +81,18 @@ class TestZeroExperts:
     def test_missing_and_left_over_experts_are_named(self, tmp_path):
         pytest.importorskip("transformers")
         save_model("longcat_flash", tmp_path / "model")
-        config = json.loads((tmp_path / "model" / "config.json").read_text())
+        path = tmp_path / "model" / "config.json"
+        config = json.loads(path.read_text())
         last = f"model.layers.0.mlp.experts.{config['n_routed_experts'] - 1}.down_proj.weight"
-        config["zero_expert_num"] += 1
-        (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+        path.write_text(json.dumps({**config, "zero_expert_num": config["zero_expert_num"] + 1}))
         with pytest.raises(ValueError, match=f"left over: {re.escape(last)}"):
             convert(tmp_path / "model", tmp_path / "out", "fused")
-        config["zero_expert_num"] -= 1
+        path.write_text(json.dumps(config))
         tensors = read_model(tmp_path / "model")
         del tensors[last]
-        (tmp_path / "damaged").mkdir()
-        save_file(tensors, tmp_path / "damaged" / "model.safetensors")
-        (tmp_path / "damaged" / "config.json").write_text(json.dumps(config))
+        write_model(tensors, tmp_path / "model")
         with pytest.raises(ValueError, match=f"missing: {re.escape(last)}"):
-            convert(tmp_path / "damaged", tmp_path / "out", "fused")
+            convert(tmp_path / "model", tmp_path / "out", "fused")
 
 
 def test_shards_stay_below_the_limit(tmp_path):
@@ -139,10 +144,9 @@ def test_composite_model(tmp_path):
 
 
 def test_target_must_be_empty(tmp_path):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "precious").touch()
+    (tmp_path / "precious").touch()
     with pytest.raises(ValueError, match="must be an empty directory"):
-        convert(GOLDEN / "qwen3_moe", tmp_path / "out", "fused")
+        convert(GOLDEN / "qwen3_moe", tmp_path, "fused")
 
 
 def test_interrupted_run_leaves_nothing_to_load(tmp_path):
@@ -166,9 +170,11 @@ def test_mixed_dtypes_are_refused(case, name, tmp_path):
         convert(tmp_path, tmp_path / "out", "fused")
 
 
+GATE = "model.layers.1.mlp.gate.weight"
+
+
 def two_rows_more(model):
-    name = next(name for name in model if name.endswith("mlp.gate.weight"))
-    model[name] = torch.cat([model[name], model[name][:2]])
+    model[GATE] = torch.cat([model[GATE], model[GATE][:2]])
 
 
 def half_of_the_experts(model):
@@ -178,8 +184,7 @@ def half_of_the_experts(model):
 
 def half_of_the_router(model):
     half_of_the_experts(model)
-    for name in [name for name in model if name.endswith("mlp.gate.weight")]:
-        model[name] = model[name][:4].clone()
+    model[GATE] = model[GATE][:4].clone()
 
 
 def half_of_the_width(model):
@@ -198,7 +203,7 @@ def half_of_the_width(model):
     ],
 )
 def test_parts_of_a_model_are_refused(change, message, layout, tmp_path):
-    """As the ranks of expert or tensor parallelism write them. An unknown architecture has no sizes to compare."""
+    """Ranks of expert or tensor parallelism write such parts. An unknown architecture has no sizes to compare."""
     model = Golden("qwen3_moe").tensors("model")
     change(model)
     save_unknown(model, tmp_path / "unknown")
@@ -215,32 +220,32 @@ def test_parts_of_a_model_are_refused(change, message, layout, tmp_path):
 
 def with_tensor(name):
     def change(model):
-        block = next(key for key in model if ".experts.0." in key).partition("experts.0.")[0]
-        model[block + name] = torch.ones(2)
-        return model
+        model[f"model.layers.1.mlp.{name}"] = torch.ones(2)
 
     return change
 
 
 def with_integers(model):
-    return {name: tensor.to(torch.int8) if ".experts." in name else tensor for name, tensor in model.items()}
+    model |= {name: tensor.to(torch.int8) for name, tensor in model.items() if ".experts." in name}
+
+
+NO_PLACE = "place in the layout, got .*"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            with_tensor("experts.0.up_proj.weight_scale"),
-            r"place in the layout, got .*\.experts\.0\.up_proj\.weight_scale",
-        ),
-        (with_tensor("experts.0.up_proj.lora_A.weight"), r"place in the layout, got .*\.up_proj\.lora_A\.weight"),
-        (with_tensor("experts.down_proj"), r"place in the layout, got .*\.experts\.down_proj"),
+        (with_tensor("experts.0.up_proj.weight_scale"), rf"{NO_PLACE}\.experts\.0\.up_proj\.weight_scale"),
+        (with_tensor("experts.0.up_proj.lora_A.weight"), rf"{NO_PLACE}\.up_proj\.lora_A\.weight"),
+        (with_tensor("experts.down_proj"), rf"{NO_PLACE}\.experts\.down_proj"),
         (with_tensor("experts.0.up_proj.bias"), r"do not fit it:\n  missing: .*\.gate_proj\.bias"),
         (with_integers, r"experts must be floating point or known to be quantised, got .*\.weight"),
     ],
 )
 def test_tensors_that_would_lose_their_meaning_are_refused(change, message, tmp_path):
-    save_unknown(change(Golden("qwen3_moe").tensors("model")), tmp_path / "in")
+    model = Golden("qwen3_moe").tensors("model")
+    change(model)
+    save_unknown(model, tmp_path / "in")
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "in", tmp_path / "out", "fused")
     assert not (tmp_path / "out").exists()

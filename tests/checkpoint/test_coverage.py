@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors import safe_open
 from moe_layers import MoEFeedForward
 
 from .golden import CASES, GOLDEN, Golden
-from .test_from_checkpoint import copy_case, shard
+from .test_from_checkpoint import add_copies, copy_case, shard
 
 PREFIX = "model.layers.1.mlp."
 FAMILIES = {"dbrx": "H", "deepseek_v2": "A", "gpt_oss": "F", "granitemoe": "G", "llama4": "E", "mixtral": "B"}
@@ -68,10 +69,8 @@ def test_other_experts_are_named_and_not_read(tmp_path):
 
 
 def test_missing_tensors_are_named(tmp_path):
-    def change(tensors):
-        del tensors[f"{PREFIX}experts.3.up_proj.weight"], tensors[f"{PREFIX}experts.7.down_proj.weight"]
-
-    copy_case("qwen3_moe", tmp_path, change)
+    names = [f"{PREFIX}experts.{name}.weight" for name in ("3.up_proj", "7.down_proj")]
+    copy_case("qwen3_moe", tmp_path, lambda tensors: [tensors.pop(name) for name in names])
     message = refuses(tmp_path, r"missing: model\.layers\.1\.mlp\.experts\.3\.up_proj\.weight \(48, 64\)")
     assert "missing: model.layers.1.mlp.experts.7.down_proj.weight (64, 48)" in message
     assert message.count("missing:") == 2
@@ -102,11 +101,8 @@ def test_any_missing_tensor_is_named(case, name, tmp_path):
 
 
 def test_all_gates_missing_is_not_taken_for_plain_experts(tmp_path):
-    def change(tensors):
-        for e in range(8):
-            del tensors[f"{PREFIX}experts.{e}.gate_proj.weight"]
-
-    copy_case("qwen3_moe", tmp_path, change)
+    names = [f"{PREFIX}experts.{e}.gate_proj.weight" for e in range(8)]
+    copy_case("qwen3_moe", tmp_path, lambda tensors: [tensors.pop(name) for name in names])
     refuses(tmp_path, r"missing: model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight")
 
 
@@ -138,11 +134,9 @@ def test_wrong_shapes_are_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize("field", ["hidden_size", "moe_intermediate_size", "num_experts"])
+@pytest.mark.parametrize("field", ["hidden_size", "moe_intermediate_size", "num_local_experts"])
 def test_configuration_must_fit_the_tensors(field, tmp_path):
-    golden = Golden("qwen3_moe")
-    name = field if field in golden.config else "num_local_experts"
-    copy_case("qwen3_moe", tmp_path, config={name: golden.config[name] + 8})
+    copy_case("qwen3_moe", tmp_path, config={field: Golden("qwen3_moe").config[field] + 8})
     refuses(tmp_path, "wrong shape|missing|gives block .* 16 experts, but its tensors are of 8")
 
 
@@ -166,40 +160,35 @@ def test_other_architectures_are_refused_by_name(model_type, reason, tmp_path):
     refuses(tmp_path, model_type, reason)
 
 
-def square(tensors):
-    """Return fused tensors with 2F == D, whose orientation does not follow from the shape."""
-    for name in list(tensors):
-        if ".mlp.experts." in name:
+def copy_square(directory, size_in, size_out, **config):
+    """Write fused tensors with 2F == D, so that the shape of `gate_up_proj` does not tell its orientation."""
+
+    def change(tensors):
+        for name in [name for name in tensors if ".mlp.experts." in name]:
             del tensors[name]
-    generator = torch.Generator().manual_seed(0)
-    tensors[f"{PREFIX}experts.gate_up_proj"] = torch.randn(8, 64, 64, generator=generator)
+        generator = torch.Generator().manual_seed(0)
+        tensors[f"{PREFIX}experts.gate_up_proj"] = torch.randn(8, 64, 64, generator=generator)
+        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, size_in, size_out)
+
+    copy_case("qwen3_moe", directory, change, {"moe_intermediate_size": 32, **config})
 
 
 def test_square_in_an_unknown_layout_is_ambiguous(tmp_path):
     """Qwen3-MoE is published as [E, 2F, D]; the other orientation must be stated."""
-
-    def change(tensors):
-        square(tensors)
-        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 32, 64)
-
-    copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32})
+    copy_square(tmp_path, 32, 64)
     refuses(tmp_path, r"ambiguous, it may be transposed or interleaved", r"experts\.gate_up_proj \(8, 64, 64\)")
     for layout in ("transposed", "interleaved"):
-        copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32, "moe_layers_layout": layout})
+        copy_square(tmp_path, 32, 64, moe_layers_layout=layout)
         _, report = load(tmp_path, return_report=True)
         assert report.layout == layout
-    copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32, "moe_layers_layout": "flat"})
+    copy_square(tmp_path, 32, 64, moe_layers_layout="flat")
     refuses(tmp_path, "must have the layout of config.json, 'flat'|layout 'flat' for .* have another")
 
 
 def test_square_in_the_published_layout_is_read_as_published(tmp_path):
-    def change(tensors):
-        square(tensors)
-        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 64, 32)
-
-    golden = copy_case("qwen3_moe", tmp_path, change, {"moe_intermediate_size": 32})
+    copy_square(tmp_path, 64, 32)
     layer, report = load(tmp_path, return_report=True)
-    assert report.layout == "fused" and golden.layer == 1
+    assert report.layout == "fused"
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert torch.equal(layer.experts.w_up, file.get_tensor(f"{PREFIX}experts.gate_up_proj"))
 
@@ -222,12 +211,7 @@ def test_no_such_layer():
 
 
 def test_two_blocks_in_one_layer_must_be_told_apart(tmp_path):
-    def change(tensors):
-        for name in list(tensors):
-            if name.startswith(PREFIX):
-                tensors[name.replace(".mlp.", ".second_mlp.")] = tensors[name] + 1
-
-    copy_case("qwen3_moe", tmp_path, change)
+    copy_case("qwen3_moe", tmp_path, partial(add_copies, old=PREFIX, new="model.layers.1.second_mlp."))
     refuses(tmp_path, r"layer 1 must name one MoE block.*model\.layers\.1\.mlp\., model\.layers\.1\.second_mlp\.")
     load(tmp_path, "model.layers.1.second_mlp")
 
@@ -315,12 +299,10 @@ class TestQuantised:
 
     def test_mxfp4_of_a_wrong_shape(self, tmp_path):
         name = f"{Golden('gpt_oss_mxfp4').prefix}experts.down_proj"
-        copy_case(
-            "gpt_oss_mxfp4", tmp_path, lambda tensors: tensors.update({f"{name}_scales": torch.ones(4, 64, 2).byte()})
-        )
-        refuses(
-            tmp_path, rf"wrong shape: {re.escape(name)}_blocks is \(4, 64, 3, 16\) with scales \(4, 64, 2\)", layer=0
-        )
+        wrong = {f"{name}_scales": torch.ones(4, 64, 2).byte()}
+        copy_case("gpt_oss_mxfp4", tmp_path, lambda tensors: tensors.update(wrong))
+        message = rf"wrong shape: {re.escape(name)}_blocks is \(4, 64, 3, 16\) with scales \(4, 64, 2\)"
+        refuses(tmp_path, message, layer=0)
 
     @pytest.mark.parametrize("method", ["awq", "gptq", "bitsandbytes", 3])
     def test_other_methods_are_refused_by_name(self, method, tmp_path):

@@ -5,10 +5,11 @@ import re
 import shutil
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.types import WeightFormat
@@ -17,6 +18,8 @@ from moe_layers.checkpoint.model.convert import convert
 
 from ..layers import moe_layer
 from .golden import FASTEST, GOLDEN, Golden
+
+from_checkpoint = MoEFeedForward.from_checkpoint
 
 
 def copy_case(case, directory, change=lambda tensors: None, config=None):
@@ -32,8 +35,6 @@ def copy_case(case, directory, change=lambda tensors: None, config=None):
 
 def shard(directory, num_files=3):
     """Distribute the tensors of model.safetensors over files, neighbours into different ones."""
-    from safetensors.torch import load_file
-
     tensors = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()
     weight_map = {name: f"model-{i % num_files + 1}.safetensors" for i, name in enumerate(sorted(tensors))}
@@ -55,11 +56,9 @@ def shorten(tensors, *kept):
             tensors[name] = tensors[name].bfloat16()
 
 
-def test_shards_give_the_same_layer(tmp_path):
-    golden = copy_case("deepseek_v3", tmp_path)
-    whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
-    shard(tmp_path)
-    assert same_state(MoEFeedForward.from_checkpoint(str(tmp_path), golden.layer), whole)
+def add_copies(tensors, old, new, change=1):
+    """Add the tensors whose names begin with `old` under names that begin with `new`, with other values."""
+    tensors |= {new + name.removeprefix(old): tensors[name] + change for name in tensors if name.startswith(old)}
 
 
 def add_head(tensors):
@@ -70,25 +69,25 @@ def add_head(tensors):
 def test_only_the_shards_of_the_block_are_needed(tmp_path):
     golden = copy_case("mixtral", tmp_path, add_head)
     weight_map = shard(tmp_path, 99)
-    whole = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    whole = from_checkpoint(tmp_path, golden.layer)
     needed = {file for name, file in weight_map.items() if name.startswith(golden.prefix)}
     experts = re.compile(r"experts\.[^01]\.")
     first_two = {weight_map[name] for name in weight_map if name.startswith(golden.prefix) and not experts.search(name)}
     assert first_two < needed < set(weight_map.values())
     for file in set(weight_map.values()) - needed:
         (tmp_path / file).unlink()
-    assert same_state(MoEFeedForward.from_checkpoint(tmp_path, golden.layer), whole)
+    assert same_state(from_checkpoint(tmp_path, golden.layer), whole)
     for file in needed - first_two:
         (tmp_path / file).unlink()
-    part = MoEFeedForward.from_checkpoint(tmp_path, golden.layer, experts=range(2))
+    part = from_checkpoint(tmp_path, golden.layer, experts=range(2))
     assert torch.equal(part.experts.w_up, whole.experts.w_up[:2])
     missing = r"files that do not exist: model-\d+\.safetensors, .*, and 3 more \(for instance for .*experts\.[23]"
     with pytest.raises(ValueError, match=missing):
-        MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+        from_checkpoint(tmp_path, golden.layer)
 
 
 class FakeHub(types.ModuleType):
-    """huggingface_hub with one model, whose cache is a folder by commit."""
+    """A huggingface_hub of one model. Its cache has a folder for each commit."""
 
     def __init__(self, source, cache):
         super().__init__("huggingface_hub")
@@ -115,24 +114,24 @@ def test_a_model_of_the_hub(num_files, tmp_path, monkeypatch):
     weight_map = shard(source, num_files) if num_files > 1 else {}
     hub = FakeHub(source, cache)
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
-    layer = MoEFeedForward.from_checkpoint("org/model", golden.layer)
-    assert same_state(layer, MoEFeedForward.from_checkpoint(source, golden.layer))
+    layer = from_checkpoint("org/model", golden.layer)
+    assert same_state(layer, from_checkpoint(source, golden.layer))
     needed = {file for name, file in weight_map.items() if name.startswith(golden.prefix)}
     names = {"model.safetensors.index.json"} if num_files > 1 else {"model.safetensors"}
     assert {path.name for path in (cache / "a").iterdir()} == {"config.json", *names, *needed}
     assert hub.revisions[0] is None and set(hub.revisions[1:]) == {"a"}
     with pytest.raises(ValueError, match=r"no directory org/other, and the Hugging Face Hub gives no .*404: org/other"):
-        MoEFeedForward.from_checkpoint("org/other")
+        from_checkpoint("org/other")
 
 
 def test_a_name_of_the_hub_without_its_client(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ValueError, match="install huggingface_hub, or download it: hf download org/model --local-dir"):
-        MoEFeedForward.from_checkpoint("org/model")
+        from_checkpoint("org/model")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org").mkdir()
     copy_case("mixtral", tmp_path / "org" / "model")
-    MoEFeedForward.from_checkpoint("org/model", Golden("mixtral").layer)  # a directory comes first
+    from_checkpoint("org/model", Golden("mixtral").layer)  # a directory comes first
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3_moe", "llama4"])
@@ -142,18 +141,15 @@ def test_another_number_of_experts_in_the_configuration(case, tmp_path):
     held = golden.config[name]
     for wrong in (held - 1, 2 * held):
         copy_case(case, tmp_path, config={name: wrong})
-        with pytest.raises(
-            ValueError, match=rf"gives block {golden.prefix} {wrong} experts, but its .* of {held}: model"
-        ):
-            MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+        message = rf"gives block {golden.prefix} {wrong} experts, but its .* of {held}: model"
+        with pytest.raises(ValueError, match=message):
+            from_checkpoint(tmp_path, golden.layer)
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(None, torch.float32), (torch.bfloat16, torch.bfloat16)], ids=str)
 def test_dtype(dtype, expected, device):
     golden = Golden("deepseek_v3")
-    layer, report = MoEFeedForward.from_checkpoint(
-        golden.directory, golden.layer, dtype=dtype, device=device, return_report=True
-    )
+    layer, report = from_checkpoint(golden.directory, golden.layer, dtype=dtype, device=device, return_report=True)
     assert {parameter.dtype for parameter in layer.parameters()} == {expected}
     assert {parameter.device.type for parameter in layer.parameters()} == {device}
     assert layer.router.selection_bias.dtype == torch.float32
@@ -168,7 +164,7 @@ def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     """Like ERNIE-4.5's router, it computes in float32 and is saved in float32."""
     golden = copy_case("deepseek_v3", tmp_path / "source", lambda t: shorten(t, "gate.weight", "correction_bias"))
     gate = golden.tensors("model")[f"{golden.prefix}gate.weight"]
-    layer, report = MoEFeedForward.from_checkpoint(tmp_path / "source", golden.layer, return_report=True)
+    layer, report = from_checkpoint(tmp_path / "source", golden.layer, return_report=True)
     assert not report.dtype_changes
     assert layer.experts.w_up.dtype == layer.shared_expert.w_up.dtype == torch.bfloat16
     assert not torch.equal(gate, gate.bfloat16().float()) and torch.equal(layer.router.weight, gate)
@@ -176,13 +172,10 @@ def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
     assert layer(x).dtype == torch.bfloat16
     assert torch.equal(layer.router(x).logits, x.float() @ gate.t())
     layer.save_checkpoint(tmp_path / "copy")
-    assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "copy", golden.layer), layer)
-    rounded, report = MoEFeedForward.from_checkpoint(
-        tmp_path / "source", golden.layer, dtype=torch.bfloat16, return_report=True
-    )
-    assert rounded.router.weight.dtype == torch.bfloat16 and list(report.dtype_changes) == [
-        f"{golden.prefix}gate.weight"
-    ]
+    assert same_state(from_checkpoint(tmp_path / "copy", golden.layer), layer)
+    rounded, report = from_checkpoint(tmp_path / "source", golden.layer, dtype=torch.bfloat16, return_report=True)
+    assert rounded.router.weight.dtype == torch.bfloat16
+    assert list(report.dtype_changes) == [f"{golden.prefix}gate.weight"]
 
 
 @pytest.mark.parametrize(
@@ -192,16 +185,16 @@ def test_no_weight_is_rounded_unasked(name, tmp_path):
     golden = Golden("deepseek_v3")
     copy_case("deepseek_v3", tmp_path, lambda tensors: shorten(tensors, golden.prefix + name, "correction_bias"))
     with pytest.raises(ValueError, match=rf"need a dtype, .*: {re.escape(golden.prefix + name)} of torch.float32 to"):
-        MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+        from_checkpoint(tmp_path, golden.layer)
     for dtype in (torch.float32, torch.bfloat16):
-        assert MoEFeedForward.from_checkpoint(tmp_path, golden.layer, dtype=dtype).experts.w_up.dtype == dtype
+        assert from_checkpoint(tmp_path, golden.layer, dtype=dtype).experts.w_up.dtype == dtype
 
 
 @pytest.mark.parametrize("in_float32", [("weight", "bias"), ("bias",), ("weight",)], ids=str)
 def test_parts_of_a_router_stay_float32(in_float32, tmp_path):
     kept = [f"router.{part}" for part in in_float32]
     golden = copy_case("gpt_oss", tmp_path, lambda tensors: shorten(tensors, *kept))
-    layer = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    layer = from_checkpoint(tmp_path, golden.layer)
     assert layer.experts.w_up.dtype == torch.bfloat16
     for name in ("weight", "bias"):
         expected = golden.tensors("model")[f"{golden.prefix}router.{name}"]
@@ -212,8 +205,8 @@ def test_parts_of_a_router_stay_float32(in_float32, tmp_path):
 @pytest.mark.parametrize("layout", ["fused", "transposed"])
 @pytest.mark.parametrize(("d_ff", "ambiguous"), [(12, True), (28, True), (20, False), (16, False)])
 def test_scales_of_gate_and_up_together_or_of_each(d_ff, ambiguous, layout, tmp_path):
-    """transformers saves scales of each half. Both readings have as many scales if a half ends in the second half of a
-    block, and only then."""
+    """transformers saves scales of each half. The number of scales fits both readings if a half ends in the second half
+    of a block, and only then."""
     prefix, (num_experts, d_model), block = "model.layers.0.mlp.", (4, 32), 16
     tensors = {f"{prefix}gate.weight": torch.randn(num_experts, d_model)}
     for name, shape in (("gate_up_proj", (2 * d_ff, d_model)), ("down_proj", (d_model, d_ff))):
@@ -228,13 +221,13 @@ def test_scales_of_gate_and_up_together_or_of_each(d_ff, ambiguous, layout, tmp_
     if ambiguous:
         message = rf"ambiguous: the scales of {prefix}experts.gate_up_proj .* may be of gate and up together or of each"
         with pytest.raises(ValueError, match=message):
-            MoEFeedForward.from_checkpoint(tmp_path)
+            from_checkpoint(tmp_path)
         with pytest.raises(ValueError, match=message):
             convert(tmp_path, tmp_path / "out", "per_expert")
     else:
         convert(tmp_path, tmp_path / "out", "per_expert", dtype=torch.float32)
-        expected = MoEFeedForward.from_checkpoint(tmp_path, dtype=torch.float32)
-        assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "out"), expected)
+        expected = from_checkpoint(tmp_path, dtype=torch.float32)
+        assert same_state(from_checkpoint(tmp_path / "out"), expected)
 
 
 def test_a_quantised_router_is_of_the_models_dtype(tmp_path):
@@ -246,15 +239,13 @@ def test_a_quantised_router_is_of_the_models_dtype(tmp_path):
 
     quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     golden = copy_case("deepseek_v3", tmp_path, quantise, {"quantization_config": quantization})
-    layer = MoEFeedForward.from_checkpoint(tmp_path, golden.layer)
+    layer = from_checkpoint(tmp_path, golden.layer)
     assert layer.router.weight.dtype == layer.experts.w_up.dtype == torch.bfloat16
 
 
 def test_mxfp4_is_dequantised_bit_for_bit(device):
     golden = Golden("gpt_oss_mxfp4")
-    layer, report = MoEFeedForward.from_checkpoint(
-        golden.directory, 0, dtype=torch.float32, device=device, return_report=True
-    )
+    layer, report = from_checkpoint(golden.directory, 0, dtype=torch.float32, device=device, return_report=True)
     expected = golden.tensors("dequant")
     fused = expected[f"{golden.prefix}experts.gate_up_proj"]  # [E, D, 2F]
     up = torch.cat([fused[..., ::2], fused[..., 1::2]], dim=-1).mT
@@ -286,14 +277,14 @@ def test_float8_blocks(d_model, d_ff, block, tmp_path, device):
     config |= {"model_type": "mimo_v2_flash"}  # DeepSeek-V3 without a shared expert
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": block}
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    layer, report = MoEFeedForward.from_checkpoint(tmp_path, 1, dtype=torch.float32, device=device, return_report=True)
+    layer, report = from_checkpoint(tmp_path, 1, dtype=torch.float32, device=device, return_report=True)
     for e in range(16):
         assert torch.equal(layer.experts.w_up[e, :d_ff].cpu(), expected[e, "gate"])
         assert torch.equal(layer.experts.w_up[e, d_ff:].cpu(), expected[e, "up"])
         assert torch.equal(layer.experts.w_down[e].cpu(), expected[e, "down"])
     assert report.quantization == ("float8",)
-    half = MoEFeedForward.from_checkpoint(tmp_path, 1, experts=range(3, 5))
-    assert torch.equal(half.experts.w_down, layer.experts.w_down[3:5].to(torch.float32).cpu())
+    half = from_checkpoint(tmp_path, 1, experts=range(3, 5))
+    assert torch.equal(half.experts.w_down, layer.experts.w_down[3:5].cpu())
 
 
 @pytest.mark.parametrize("case", ["mixtral", "llama4", "gpt_oss", "dbrx", "gpt_oss_mxfp4", "deepseek_v3", "qwen2_moe"])
@@ -301,14 +292,12 @@ def test_a_range_of_experts(case, device):
     """Each rank's layer holds only its experts, and the ranks' outputs sum to the whole layer's."""
     golden = Golden(case)
     options = {"dtype": torch.float32, "device": device, "implementation": FASTEST}
-    whole = MoEFeedForward.from_checkpoint(golden.directory, golden.layer, **options)
+    whole = from_checkpoint(golden.directory, golden.layer, **options)
     x = golden.tensors("golden")["x"].to(device)
     num_experts = whole.num_experts
     total = 0
     for experts in (range(0, 1), range(1, 3), range(3, num_experts)):
-        part, report = MoEFeedForward.from_checkpoint(
-            golden.directory, golden.layer, experts=experts, return_report=True, **options
-        )
+        part, report = from_checkpoint(golden.directory, golden.layer, experts=experts, return_report=True, **options)
         assert torch.equal(part.experts.w_up, whole.experts.w_up[experts.start : experts.stop])
         assert torch.equal(part.experts.w_down, whole.experts.w_down[experts.start : experts.stop])
         assert report.experts == experts
@@ -325,7 +314,7 @@ def test_a_range_of_experts(case, device):
 )
 def test_bad_ranges(experts):
     with pytest.raises(ValueError, match="experts must"):
-        MoEFeedForward.from_checkpoint(GOLDEN / "qwen3_moe", 1, experts=experts)
+        from_checkpoint(GOLDEN / "qwen3_moe", 1, experts=experts)
 
 
 def test_layer_by_prefix():
@@ -334,7 +323,7 @@ def test_layer_by_prefix():
     model = golden.tensors("model")
     encoder, decoder = "encoder.block.0.layer.1.mlp.", "decoder.block.0.layer.2.mlp."
     for layer, prefix in [(0, encoder), (decoder, decoder), (decoder.rstrip("."), decoder)]:
-        moe, report = MoEFeedForward.from_checkpoint(golden.directory, layer, return_report=True)
+        moe, report = from_checkpoint(golden.directory, layer, return_report=True)
         assert report.prefix == prefix
         assert torch.equal(moe.router.weight, model[f"{prefix}router.classifier.weight"])
 
@@ -343,31 +332,23 @@ def test_layers_beside_the_model_are_told_apart(tmp_path):
     """Layers for multi-token prediction have experts, too."""
 
     def add_mtp(tensors):
-        for name in list(tensors):
-            if ".layers.1.mlp." in name:
-                tensors[name.replace("model.layers.1.", "mtp.layers.1.")] = tensors[name] + 1
-                tensors[name.replace("model.layers.1.", "model.layers.2.")] = tensors[name] + 2
+        add_copies(tensors, "model.layers.1.mlp.", "mtp.layers.1.mlp.")
+        add_copies(tensors, "model.layers.1.mlp.", "model.layers.2.mlp.", 2)
 
     golden = copy_case("deepseek_v3", tmp_path, add_mtp)
-    layer = MoEFeedForward.from_checkpoint(tmp_path, 1)
-    assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
+    layer = from_checkpoint(tmp_path, 1)
+    assert same_state(layer, from_checkpoint(golden.directory, 1))
 
 
 @pytest.mark.parametrize("stack", ["mtp.layers", "mtp", "model.visual.blocks"])
 def test_a_number_means_no_layer_of_another_stack(stack, tmp_path):
     """Layer 0 of this model has no experts, that of the other stack has."""
-
-    def add_stack(tensors):
-        for name in list(tensors):
-            if ".layers.1.mlp." in name:
-                tensors[name.replace("model.layers.1.", f"{stack}.0.")] = tensors[name] + 1
-
-    copy_case("qwen3_next", tmp_path, add_stack)
+    copy_case("qwen3_next", tmp_path, partial(add_copies, old="model.layers.1.mlp.", new=f"{stack}.0.mlp."))
     with pytest.raises(ValueError, match=rf"no MoE block in layer 0; its MoE blocks: {stack}\.0\.mlp\., model"):
-        MoEFeedForward.from_checkpoint(tmp_path, 0)
-    layer = MoEFeedForward.from_checkpoint(tmp_path, f"{stack}.0.mlp")
+        from_checkpoint(tmp_path, 0)
+    layer = from_checkpoint(tmp_path, f"{stack}.0.mlp")
     layer.save_checkpoint(tmp_path / "saved")
-    assert same_state(layer, MoEFeedForward.from_checkpoint(tmp_path / "saved", 0))
+    assert same_state(layer, from_checkpoint(tmp_path / "saved", 0))
 
 
 def test_each_part_of_a_model_has_its_own_configuration(tmp_path):
@@ -381,39 +362,38 @@ def test_each_part_of_a_model_has_its_own_configuration(tmp_path):
     config = {f"{part}_config": {"model_type": f"omni_{part}", "text_config": text} for part, text in texts.items()}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "omni", **config}))
     for layer, prefix, top_k in [(1, "thinker", 2), ("talker.model.layers.1.mlp", "talker", 3)]:
-        loaded, report = MoEFeedForward.from_checkpoint(tmp_path, layer, return_report=True)
+        loaded, report = from_checkpoint(tmp_path, layer, return_report=True)
         assert report.prefix == f"{prefix}.model.layers.1.mlp." and loaded.config.top_k == top_k
         loaded.save_checkpoint(tmp_path / prefix)
-        again = MoEFeedForward.from_checkpoint(tmp_path / prefix, 1)
+        again = from_checkpoint(tmp_path / prefix, 1)
         assert again.config == loaded.config and same_state(again, loaded)
 
 
 def test_parameters_are_aligned_and_contiguous():
-    layer = MoEFeedForward.from_checkpoint(GOLDEN / "llama4", 1)
+    layer = from_checkpoint(GOLDEN / "llama4", 1)
     assert all(parameter.is_contiguous() and parameter.data_ptr() % 16 == 0 for parameter in layer.parameters())
     assert all(parameter.requires_grad for parameter in layer.parameters())
 
 
-def test_composite_models(tmp_path):
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_composite_models(prefix, tmp_path):
     """Load the language model of a vision-language model, with old and new prefixes."""
-    for number, prefix in enumerate(["language_model.model.", "model.language_model."]):
 
-        def rename(tensors, prefix=prefix):
-            for name in list(tensors):
-                tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[name.replace("model.", prefix, 1)] = tensors.pop(name)
 
-        directory = tmp_path / str(number)
-        golden = copy_case("llama4", directory, rename)
-        config = {"model_type": "llama4", "text_config": golden.config, "vision_config": {"model_type": "vit"}}
-        (directory / "config.json").write_text(json.dumps(config))
-        layer = MoEFeedForward.from_checkpoint(directory, 1)
-        assert same_state(layer, MoEFeedForward.from_checkpoint(golden.directory, 1))
+    golden = copy_case("llama4", tmp_path, rename)
+    config = {"model_type": "llama4", "text_config": golden.config, "vision_config": {"model_type": "vit"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = from_checkpoint(tmp_path, 1)
+    assert same_state(layer, from_checkpoint(golden.directory, 1))
 
 
 def test_single_file_wins_over_a_stale_index(tmp_path):
     copy_case("qwen3_moe", tmp_path)
     shutil.copy(tmp_path / "config.json", tmp_path / "model.safetensors.index.json")
-    MoEFeedForward.from_checkpoint(tmp_path, 1)
+    from_checkpoint(tmp_path, 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_zero_experts": 2}, {"capacity": 3, "top_k": 1}], ids=str)

@@ -17,7 +17,7 @@ BLOCK = (8, 16)  # the golden models are smaller than a block of 128
 
 
 def float8_case(tmp_path, block=BLOCK, dtype=torch.float32):
-    """Write Qwen3-MoE with float8 experts, scales as random numbers."""
+    """Write Qwen3-MoE with random float8 experts and scales. Return the number of its layer."""
     generator = torch.Generator().manual_seed(0)
 
     def quantise(tensors):

@@ -7,14 +7,14 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from moe_layers.checkpoint.__main__ import main
 from moe_layers.checkpoint.model import repair as repairing
 from moe_layers.checkpoint.model.repair import repair
 
 from ..tiers import default_tier
-from .test_convert import read_model
+from .test_convert import read_model, write_model
 from .tiny_models import save_model
 
 transformers = pytest.importorskip("transformers", reason="transformers loads and writes the models")
@@ -31,10 +31,7 @@ def saved(tmp_path):
     def save(model_type="qwen3_moe", *, in_shards=False):
         state = save_model(model_type, tmp_path).model[0].state_dict()
         if not in_shards:
-            tensors = read_model(tmp_path)
-            for path in tmp_path.glob("model*"):
-                path.unlink()
-            save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            write_model(read_model(tmp_path), tmp_path)
         (tmp_path / "optimizer.pt").write_bytes(b"of the Trainer")
         return state
 
@@ -138,7 +135,7 @@ class TestRefusals:
         saved()
         tensors = load_file(tmp_path / "model.safetensors")
         change(tensors)
-        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        write_model(tensors, tmp_path)
         refuses(tmp_path, message)
 
     @pytest.mark.parametrize("architectures", [None, [], ["SomeNewModel"], [3], "MixtralForCausalLM"], ids=str)

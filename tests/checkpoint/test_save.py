@@ -23,6 +23,12 @@ def make_layer(**options):
     return moe_layer(**{"d_model": 8, "d_ff": 5, "num_experts": 3, "top_k": 2, "implementation": FASTEST, **options})
 
 
+def refuses_to_save(layer, directory, message, **options):
+    with pytest.raises(ValueError, match=message):
+        layer.save_checkpoint(directory, **options)
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_names_and_layout_of_the_source(case, tmp_path):
     """A loaded layer is written back under the same names, bit by bit."""
@@ -85,8 +91,8 @@ def test_layer_that_was_not_read_from_a_checkpoint(options, layout, tmp_path):
     assert torch.equal(loaded(x), layer(x))
 
 
-def test_converts_keep_sharing_nothing(tmp_path):
-    """Saving a loaded layer in another layout records the layout; the rest of the configuration stays the source's."""
+def test_another_layout_is_recorded_in_the_configuration(tmp_path):
+    """The rest of the configuration stays that of the source."""
     golden = Golden("deepseek_v3")
     layer = MoEFeedForward.from_checkpoint(golden.directory, 1)
     layer.save_checkpoint(tmp_path / "out", layout="fused")
@@ -96,14 +102,11 @@ def test_converts_keep_sharing_nothing(tmp_path):
 
 def test_a_part_of_the_experts_is_not_saved(tmp_path):
     layer = MoEFeedForward.from_checkpoint(Golden("qwen3_moe").directory, 1, experts=range(2))
-    with pytest.raises(ValueError, match="must hold all 8 experts, got 2"):
-        layer.save_checkpoint(tmp_path / "out")
+    refuses_to_save(layer, tmp_path / "out", "must hold all 8 experts, got 2")
 
 
 def test_unknown_layout(tmp_path):
-    with pytest.raises(ValueError, match="layout must be one of"):
-        make_layer().save_checkpoint(tmp_path / "out", layout="G")
-    assert not (tmp_path / "out").exists()
+    refuses_to_save(make_layer(), tmp_path / "out", "layout must be one of", layout="G")
 
 
 @pytest.mark.parametrize("layout", ["stacked", "linear"])
@@ -116,9 +119,8 @@ def test_a_layer_that_is_the_block_itself(layout, tmp_path):
 
     copy_case("qwen3_moe", tmp_path / "in", move)
     layer = MoEFeedForward.from_checkpoint(tmp_path / "in", 1)
-    with pytest.raises(ValueError, match=rf"'{layout}' has no names for experts that lie below model\.layers\.1\."):
-        layer.save_checkpoint(tmp_path / "out", layout=layout)
-    assert not (tmp_path / "out").exists()
+    message = rf"'{layout}' has no names for experts that lie below model\.layers\.1\."
+    refuses_to_save(layer, tmp_path / "out", message, layout=layout)
     layer.save_checkpoint(tmp_path / "fused", layout="fused")
     assert same_state(MoEFeedForward.from_checkpoint(tmp_path / "fused", 1), layer)
 

@@ -19,11 +19,11 @@ from ..layers import moe_layer
 from .golden import FASTEST
 from .test_from_checkpoint import same_state
 from .test_kept_weights import float8_case, gpt_oss_case
-from .test_save import GATED
+from .test_save import GATED, refuses_to_save
 
 FP8 = WeightFormat("fp8", (16, 16))
 MXFP4 = WeightFormat("mxfp4", (1, 32))
-# Layouts whose scales have a place: those of FP8 need rows in order, those of MXFP4 rows that are not transposed.
+# Layouts that can hold the scales. Scales of FP8 need rows in order, those of MXFP4 need rows that are not transposed.
 PLACES = {
     FP8: [name for name in GATED if name not in ("interleaved", "stacked_w13", "flat")],
     MXFP4: [name for name in [*GATED, "mxfp4"] if name not in ("interleaved", "transposed", "transposed_fc", "flat")],
@@ -43,7 +43,7 @@ def reload(directory, layer=0, **options):
 
 
 def assert_same_bits(actual, expected):
-    """Compare dtypes, too: state dicts hold the bits of values and scales as integers, MXFP4's in one of two shapes."""
+    """Compare stored bits and dtypes. State dicts hold the bits as integers, those of MXFP4 in one of two shapes."""
     ours, theirs = (
         {name: tensor.flatten(2) if name.endswith(".values") else tensor for name, tensor in layer.state_dict().items()}
         for layer in (actual, expected)
@@ -160,9 +160,7 @@ def test_dequantised_experts_are_written_plain(tmp_path):
 def test_formats_that_are_not_published(format, tmp_path):
     layer = make_layer(format, num_experts=4)
     message = rf"no published checkpoint has experts in {format[:3]}.*; call dequantize_experts_ first"
-    with pytest.raises(ValueError, match=message):
-        layer.save_checkpoint(tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    refuses_to_save(layer, tmp_path / "out", message)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +175,8 @@ def test_formats_that_are_not_published(format, tmp_path):
     ],
 )
 def test_layouts_without_a_place_for_scales(format, layout, options, tmp_path):
-    with pytest.raises(ValueError, match=rf"layout '{layout}' cannot place the scales of .*; choose another"):
-        make_layer(format, **options).save_checkpoint(tmp_path / "out", layout=layout)
-    assert not (tmp_path / "out").exists()
+    message = rf"layout '{layout}' cannot place the scales of .*; choose another"
+    refuses_to_save(make_layer(format, **options), tmp_path / "out", message, layout=layout)
 
 
 @pytest.mark.parametrize("quantised", [True, False])
@@ -187,19 +184,16 @@ def test_the_layout_of_gpt_oss_needs_mxfp4(quantised, tmp_path):
     layer = make_layer(FP8)
     if not quantised:
         dequantize_experts_(layer)
-    with pytest.raises(ValueError, match=r"layout must be one of .*, got 'mxfp4'"):
-        layer.save_checkpoint(tmp_path / "out", layout="mxfp4")
+    refuses_to_save(layer, tmp_path / "out", r"layout must be one of .*, got 'mxfp4'", layout="mxfp4")
 
 
 def test_adapters_must_be_merged_first(tmp_path):
     layer = make_layer(FP8)
     layer.add_lora(LoRA(2, 2))
-    with pytest.raises(ValueError, match="merge_lora or remove_lora must come first"):
-        layer.save_checkpoint(tmp_path / "out")
+    refuses_to_save(layer, tmp_path / "out", "merge_lora or remove_lora must come first")
 
 
 def test_sharded_experts_are_refused(tmp_path):
     layer = make_layer(FP8)
     layer.experts.w_up.values.device_mesh = None  # as fully_shard leaves a DTensor there
-    with pytest.raises(ValueError, match="must hold all experts, got experts sharded over ranks"):
-        layer.save_checkpoint(tmp_path / "out")
+    refuses_to_save(layer, tmp_path / "out", "must hold all experts, got experts sharded over ranks")

@@ -209,7 +209,7 @@ class Block(nn.Module):
         self.separate_router_input = hasattr(block, "self_attn")  # the block is the decoder layer itself
         self.moe = nn.ModuleList([block.router, block.experts]) if self.separate_router_input else block
         self.shared_mlp = modules.get(name.rpartition(".")[0] + ".shared_mlp")
-        self.model = (model,)  # no module of the block
+        self.model = (model,)  # in a tuple, so that it is no submodule of the block
 
     @staticmethod
     def is_moe(module):

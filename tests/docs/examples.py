@@ -3,6 +3,7 @@
 import argparse
 import sys
 import textwrap
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def small_text(device):
     """Return two modules of the standard library as training and held-out text."""
     parts = (Path(module.__file__).read_bytes() for module in (argparse, textwrap))
     return language_model.Text(*(torch.frombuffer(bytearray(part), dtype=torch.uint8).to(device) for part in parts))
+
+
+def make_tiny(example, monkeypatch, **changes):
+    """Replace the example's preset "cpu" and its text by small ones. Return the preset."""
+    tiny = replace(example.PRESETS["cpu"], **SIZES, **changes)
+    monkeypatch.setitem(example.PRESETS, "cpu", tiny)
+    monkeypatch.setattr(example, "load_text", lambda root, device="cpu": small_text(device))
+    return tiny
 
 
 def implementation_of(device):

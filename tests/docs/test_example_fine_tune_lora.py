@@ -1,6 +1,5 @@
 """examples/fine_tune_lora.py, on a model and texts small enough for seconds."""
 
-import dataclasses
 import json
 import re
 from functools import partial
@@ -9,16 +8,13 @@ from importlib import import_module
 import pytest
 
 from ..tiers import slow
-from .examples import SIZES, language_model, small_text
+from .examples import language_model, make_tiny, small_text
 
 pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
 pytest.importorskip("peft", minversion="0.19", reason="peft 0.19 or later is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 example = import_module("fine_tune_lora")
-
-CHANGES = {"d_ff": 16, "num_experts": 4, "steps": 24, "held_out_windows": 8, "peak_learning_rate": 2e-2}
-TINY = dataclasses.replace(example.PRESETS["cpu"], **SIZES, **CHANGES)
 
 
 def test_documentation_is_split_by_page():
@@ -31,14 +27,13 @@ def test_documentation_is_split_by_page():
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers and peft, of their own use of each other
 def test_trains_saves_and_merges(monkeypatch, capfd, tmp_path):
     """The adapters lower the loss; loaded again and merged they give the same."""
-    monkeypatch.setattr(example, "load_text", lambda root: small_text("cpu"))
+    make_tiny(example, monkeypatch, d_ff=16, num_experts=4, steps=24, held_out_windows=8, peak_learning_rate=2e-2)
     monkeypatch.setattr(example, "load_documentation", lambda: language_model.Text(*reversed(small_text("cpu"))))
     # The interpreter would take minutes.
     monkeypatch.setattr(example, "enable", partial(example.enable, implementation="reference"))
     # In bfloat16, which the example uses on a GPU, the rounding of merged weights moves the loss by up to 2e-3.
     arguments = example.TrainingArguments
     monkeypatch.setattr(example, "TrainingArguments", lambda **options: arguments(**{**options, "bf16": False}))
-    monkeypatch.setitem(example.PRESETS, "cpu", TINY)
     example.main(["--preset", "cpu", "--rank", "4", "--output", str(tmp_path)])
 
     out = capfd.readouterr().out

@@ -13,7 +13,7 @@ from moe_kernels import RouterSpec
 from moe_kernels.testing import check_accuracy
 
 from ..processes import ROOT, run_python
-from .examples import SIZES, implementation_of, small_text
+from .examples import SIZES, implementation_of, make_tiny, small_text
 
 GOLDEN = ROOT / "tests" / "golden"
 
@@ -57,9 +57,7 @@ def test_fine_tune_hugging_face(model_type, device, monkeypatch, capsys):
     pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is not installed")
     example = import_module("fine_tune_hugging_face")
     assert set(example.MODEL_TYPES) == {"qwen3_moe", "mixtral"}
-    tiny = dataclasses.replace(example.PRESETS["cpu"], **SIZES, d_ff=16, num_experts=4, steps=6, held_out_windows=6)
-    monkeypatch.setattr(example, "load_text", lambda root, device: small_text(device))
-    monkeypatch.setitem(example.PRESETS, "cpu", tiny)
+    make_tiny(example, monkeypatch, d_ff=16, num_experts=4, steps=6, held_out_windows=6)
     example.main(["--preset", "cpu", "--model-type", model_type, "--implementation", implementation_of(device)])
     out = capsys.readouterr().out
     assert "moe_layers computes the experts of 2 blocks" in out
@@ -92,9 +90,7 @@ def test_upcycled_feed_forward_is_the_same_function(top_k, device):
 
 def test_upcycle_dense_trains_on_from_the_same_loss(device, monkeypatch, capsys):
     example = import_module("upcycle_dense")
-    tiny = dataclasses.replace(example.PRESETS["cpu"], **SIZES, d_ff=24, steps=10, held_out_windows=6)
-    monkeypatch.setattr(example, "load_text", lambda root, device: small_text(device))
-    monkeypatch.setitem(example.PRESETS, "cpu", tiny)
+    tiny = make_tiny(example, monkeypatch, d_ff=24, steps=10, held_out_windows=6)
     example.main(["--preset", "cpu", "--implementation", implementation_of(device)])
     out = capsys.readouterr().out
     dense_before, upcycled_before, dense_after, upcycled_after = map(float, re.findall(r"held out ([\d.]+)", out))
@@ -111,7 +107,7 @@ def test_upcycle_dense_trains_on_from_the_same_loss(device, monkeypatch, capsys)
 
 
 def test_plot_expert_load(device, tmp_path, monkeypatch, capsys):
-    """Each balancing balances by what it is told, and the report and the maps are written."""
+    """Each model balances by its setting alone, and the report and the maps are written."""
     example = import_module("plot_expert_load")
     tiny = dataclasses.replace(example.SETTINGS, **SIZES, d_ff=16, num_experts=4)
     models = [example.make_model(tiny, balancing, implementation_of(device)) for balancing in example.BALANCINGS]

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 README = (ROOT / "README.md").read_text()
 API = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+DOCUMENTED = re.findall(r"^::: (\S+)$", API, re.MULTILINE)
 PERFORMANCE = "\n".join((ROOT / "docs" / name).read_text() for name in ("performance.md", "performance_history.md"))
 
 
@@ -52,8 +53,8 @@ def test_api_reference_holds_every_public_name():
 
 
 def test_every_shown_name_is_public():
-    """A name that the API reference or a code block shows is in `__all__` of the module that it is imported from."""
-    shown = {tuple(name.rsplit(".", 1)) for name in re.findall(r"^::: (\S+)$", API, re.MULTILINE)}
+    """`__all__` of its module holds each name that the API reference shows or a code block imports."""
+    shown = {tuple(name.rsplit(".", 1)) for name in DOCUMENTED}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*/*.md"))):
         for block in blocks_of(page):
             if block.language == "python":
@@ -61,8 +62,8 @@ def test_every_shown_name_is_public():
                 shown |= {(node.module, alias.name) for node in nodes for alias in node.names}
     hidden = []
     for module, name in sorted(shown):
-        file = ROOT / module.replace(".", "/") / "__init__.py"
-        file = file if file.exists() else (ROOT / module.replace(".", "/")).with_suffix(".py")
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         if module.startswith("moe_") and name not in listed(file):
             hidden.append(f"{module}.{name}")
     assert not hidden
@@ -95,16 +96,14 @@ def documented_shapes(lines):
 
 def members(entity):
     """Return a function, or a class with its public functions."""
-    own = [value for name, value in vars(entity).items() if name[0] != "_"] if inspect.isclass(entity) else []
-    own = (inspect.unwrap(getattr(value, "__func__", value)) for value in (entity, *own))
-    return [
-        each
-        for each in own
-        if each is entity or (inspect.isfunction(each) and Path(each.__code__.co_filename).exists())
-    ]
+    if not inspect.isclass(entity):
+        return [inspect.unwrap(entity)]
+    own = [value for name, value in vars(entity).items() if name[0] != "_"]
+    own = (inspect.unwrap(getattr(value, "__func__", value)) for value in own)
+    return [entity, *(each for each in own if inspect.isfunction(each) and Path(each.__code__.co_filename).exists())]
 
 
-@pytest.mark.parametrize("name", re.findall(r"^::: (\S+)$", API, re.MULTILINE))
+@pytest.mark.parametrize("name", DOCUMENTED)
 def test_help_shows_shapes(name):
     """Docstrings repeat the shape comments of the source. Importing the Trainer of transformers takes seconds."""
     for entity in members(resolve(name)):
@@ -136,7 +135,7 @@ def test_navigation_holds_every_page():
 
 
 def test_every_results_file_is_named():
-    """Results that no page, log, test or benchmark names are in the history alone."""
+    """Results that no page, log, test or benchmark names belong in the git history alone."""
     kinds = {"docs": "*.md", "tests": "*.py", "benchmarks": "*.py"}
     folders = [(ROOT / folder).rglob(kind) for folder, kind in kinds.items()]
     pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", RESULTS / "LOG.md", *itertools.chain(*folders)]
@@ -215,14 +214,13 @@ def test_host_times_equal_their_results_file():
         which: [row["over_dense"] for row in rows if (row["implementation"], row["pass"]) == ("moe_layers", which)]
         for which in ("inference", "forward", "forward+backward")
     }
-    limits = [f"{min(values):.2f} to {max(values):.2f}" for values in over.values()]
+    limits = [span(values) for values in over.values()]
     assert f"the layer takes {limits[0]}, {limits[1]} and {limits[2]} times as long." in PERFORMANCE
 
 
 def test_whole_models_numbers_equal_their_results_file():
-    rows = {
-        (r["mode"], r["batch"], r["length"], r["implementation"]): r for r in load("whole_model_h200_b6f26876.json")
-    }
+    keys = ("mode", "batch", "length", "implementation")
+    rows = {tuple(row[key] for key in keys): row for row in load("whole_model_h200_b6f26876.json")}
     ratios = {}
     for key in {key[:3] for key in rows}:
         ours, theirs, bound = (rows[(*key, name)] for name in ("moe_layers", "grouped_mm", "no_experts"))

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from moe_kernels.testing import check_accuracy, run_with_grads
 
+from .tensors import Random
+
 FLOAT64_PRECISION = 1e-12  # relative to the largest value
 
 CASES: dict[str, type[Case]] = {}
@@ -35,11 +37,19 @@ class Case:
 
     def compare(self, device: str, op: Callable, reference_op: Callable, names: tuple[str, ...]) -> None:
         """Hold a public op to its reference, or in float64 the reference to the formula. No gradients with `out`."""
-        op = partial(op, implementation="reference" if self.dtype == "float64" else "triton")
+        op = partial(op, implementation=self.implementation)
         into_out = getattr(self, "into_out", False)
         run, frozen = (self.run_into_out, names) if into_out else (self.run, self.frozen)
         draw = partial(self.draw, device)
         hold(partial(run, op), partial(self.run, reference_op), self.formula, draw, names, frozen)
+
+    @property
+    def implementation(self) -> str:
+        """Return the implementation that is judged: no kernel computes in float64."""
+        return "reference" if self.dtype == "float64" else "triton"
+
+    def random(self, device: str, seed: int, *, multiples: bool = False) -> Random:
+        return Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers, multiples=multiples)
 
     @property
     def command(self) -> str:

@@ -44,7 +44,7 @@ class Experts(Case):
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         """Return tokens, topk_weights, topk_experts, w_up, w_down [, b_up, b_down]; unrouted tokens hold NaN."""
         multiples = sums_decide(self.limit, self.dtype)
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers, multiples=multiples)
+        random = self.random(device, seed, multiples=multiples)
         sizes = self.num_tokens, self.num_experts
         logits = make_logits(*sizes, self.routing, device, random.generator)
         _, weights, _ = reference.topk_routing(logits, self.top_k)
@@ -84,10 +84,9 @@ class Experts(Case):
         return out
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        op = partial(fused_experts, recompute=self.recompute, implementation=implementation)
+        op = partial(fused_experts, recompute=self.recompute, implementation=self.implementation)
         hold(
-            partial(self.run, op, partial(sort_by_expert, implementation=implementation)),
+            partial(self.run, op, partial(sort_by_expert, implementation=self.implementation)),
             partial(self.run, reference.fused_experts, reference.sort_by_expert),
             self.formula,
             partial(self.draw, device),

@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_kernels import grouped_gemm, grouped_gemm_wgrad, reference
 
 from .case import Case, with_upstream
-from .tensors import Random, ends, gaps_of, lay_out
+from .tensors import ends, gaps_of, lay_out
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _GroupedCase(Case):
         return lay_out(self.with_tail(dout), self.layouts[2])
 
     def written_to_out(self, like: Tensor, shape: tuple[int, ...], op: Callable[..., Tensor]) -> Tensor:
-        """Return the result that `op` writes to `out` of a shape. It must fill `out`, and write nothing beside it."""
+        """Return what `op` writes to an `out` of this shape. It must fill `out`, and write nothing around it."""
         out = lay_out(like.new_full(shape, torch.nan, dtype=self.out_dtype(like) or like.dtype), self.layouts[2])
         around = gaps_of(out)
         assert op(out=out) is out
@@ -74,7 +74,7 @@ class GroupedGemm(_GroupedCase):
         return tuple(name for name in ("bias", "row_scale") if getattr(self, name))
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         # Products of products have twice the bits.
         most = random.most if self.activation is None and not self.row_scale else 7
         a = lay_out(self.with_tail(random.values(self.num_rows, self.size_k, most=most)), self.layouts[0])
@@ -120,7 +120,7 @@ class GroupedWgrad(_GroupedCase):
     into_out: bool  # use `out=`
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         a = self.with_tail(random.values(self.num_rows, self.size_k, most=random.most))
         dout = self.with_tail(random.values(self.num_rows, self.size_n))
         return lay_out(a, self.layouts[0]), lay_out(dout, self.layouts[1]), ends(self.sizes, device)

@@ -60,7 +60,7 @@ class Layer(Case):
             self.d_ff,
             self.num_experts,
             self.top_k,
-            activation=Activation(self.activation, limit=self.limit),
+            activation=self.experts_activation,
             router=ROUTERS[self.router],
             bias=self.bias,
             shared_d_ff=self.shared_d_ff,
@@ -164,10 +164,9 @@ class Layer(Case):
 
     def kept(self, choice: Tensor, mask: Tensor) -> Tensor:  # [T, K]; -1 for padding and slots beyond the capacity
         length = self.leading[-1] if self.leading else 1
-        num_choices = self.num_experts + self.num_zero_experts
         capacity = self.capacity
         if isinstance(capacity, float):
-            capacity = CapacityFactor(capacity).of(length, num_choices, self.top_k)
+            capacity = CapacityFactor(capacity).of(length, self.num_experts + self.num_zero_experts, self.top_k)
         taken: dict[tuple[int, int], int] = {}
         kept = []
         for t, (experts, is_token) in enumerate(zip(choice.tolist(), mask.flatten().tolist(), strict=True)):
@@ -178,8 +177,7 @@ class Layer(Case):
         return torch.tensor(kept, dtype=torch.int32, device=choice.device).view(choice.shape)
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        layer, plain = self.layer(device, implementation), self.layer(device, "reference")
+        layer, plain = self.layer(device, self.implementation), self.layer(device, "reference")
         names = ("x", *self.names(layer))
         hold(
             partial(self.run, layer, False),
@@ -192,11 +190,7 @@ class Layer(Case):
 
 
 def feed_forward(
-    activation: Activation,
-    rows: Tensor,
-    p: dict[str, Tensor],
-    prefix: str,
-    e: int | None = None,
+    activation: Activation, rows: Tensor, p: dict[str, Tensor], prefix: str, e: int | None = None
 ) -> Tensor:
     """Compute one expert, or the shared expert, which has no expert axis and no biases."""
     w_up, w_down = (p[prefix + name] if e is None else p[prefix + name][e] for name in ("w_up", "w_down"))

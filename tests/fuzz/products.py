@@ -13,7 +13,7 @@ from moe_kernels import batched_gemm, grouped_gemm_list, jagged_gemm, reference
 
 from .case import Case, with_upstream
 from .grouped import _GroupedCase
-from .tensors import Random, ends, lay_out
+from .tensors import ends, lay_out
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GemmList(Case):
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, Tensor]:
         """Return the values of all matrices a, then of all b, concatenated."""
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         numbers = (sum(prod(shape) for shape in self.shapes(side)) for side in (0, 1))
         return tuple(random.values(number, most=most) for number, most in zip(numbers, (random.most, 2), strict=True))
 
@@ -64,7 +64,7 @@ class JaggedGemm(_GroupedCase):
         return torch.promote_types(getattr(torch, self.dtype), getattr(torch, self.dtype_b)) == torch.float32
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         a = lay_out(self.with_tail(random.values(self.num_rows, self.size_k, most=random.most)), self.layouts[0])
         b = random.values(self.size_k, self.size_n, layout=self.layouts[1], dtype=getattr(torch, self.dtype_b))
         offsets = ends((0, *self.sizes), device)
@@ -95,7 +95,7 @@ class BatchedGemm(Case):
     seed: int
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, Tensor]:
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         shapes = (self.size_m, self.size_k), (self.size_k, self.size_n)
         batches = (() if self.shared in (name, "both") else (self.batch,) for name in ("a", "b"))
         return tuple(

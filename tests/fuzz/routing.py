@@ -14,7 +14,7 @@ from moe_kernels.testing import make_logits
 
 from .case import Case, hold, with_upstream
 from .experts import sort_slots
-from .tensors import Random, lay_out
+from .tensors import lay_out
 
 # Routers that choose by logit. Other routers' choice among near ties depends on the rounding of scores.
 ROUTERS = {
@@ -46,7 +46,7 @@ class RoutingAndCombine(Case):
 
     def draw(self, device: str, seed: int) -> tuple[Tensor, ...]:
         """Return logits, tokens, selection bias and dropped slots, with NaN in tokens that reach no expert."""
-        random = Random(self.dtype, device, 1000 * self.seed + seed, integers=self.integers)
+        random = self.random(device, seed)
         logits = make_logits(self.num_tokens, self.num_experts, self.routing, device, random.generator)
         is_dropped = random.chance(self.num_tokens, self.top_k, of=self.dropped)
         tokens = random.values(self.num_tokens, self.d_model)
@@ -85,10 +85,9 @@ class RoutingAndCombine(Case):
         return tokens * total[:, None]
 
     def check(self, device: str) -> None:
-        implementation = "reference" if self.dtype == "float64" else "triton"
-        self.check_integers(device, implementation)
+        self.check_integers(device)
         hold(
-            partial(self.run, moe_kernels, implementation=implementation),
+            partial(self.run, moe_kernels, implementation=self.implementation),
             partial(self.run, reference),
             self.formula,
             partial(self.draw, device),
@@ -96,14 +95,14 @@ class RoutingAndCombine(Case):
             self.frozen,
         )
 
-    def check_integers(self, device: str, implementation: str) -> None:
+    def check_integers(self, device: str) -> None:
         """Check that the choice equals the reference's, and that the sort, cut at `max_rows`, is a sort."""
         logits, _, bias, is_dropped = self.draw(device, 0)
-        routed = self.route(logits, bias, module=moe_kernels, implementation=implementation)
+        routed = self.route(logits, bias, module=moe_kernels, implementation=self.implementation)
         assert torch.equal(routed.topk_experts, self.route(logits, bias, module=reference).topk_experts), "choice"
         experts = torch.where(is_dropped, self.num_experts, routed.topk_experts)
         options = {"block_rows": self.block_rows, "max_rows": self.max_rows}
-        actual = moe_kernels.sort_by_expert(experts, self.num_experts, **options, implementation=implementation)
+        actual = moe_kernels.sort_by_expert(experts, self.num_experts, **options, implementation=self.implementation)
         expected = reference.sort_by_expert(experts, self.num_experts, **options)
         for name in ("offsets", "slot_to_row", "row_to_token"):
             assert torch.equal(getattr(actual, name), getattr(expected, name)), name

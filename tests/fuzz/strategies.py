@@ -86,11 +86,7 @@ INTERPRETER = Space(
 )
 GPU = Space(
     dtypes=("float32", "float16", "bfloat16"),
-    widths={
-        "float32": ((21, 13),),
-        "float16": ((64, 32),),
-        "bfloat16": ((256, 128), (41, 24)),
-    },
+    widths={"float32": ((21, 13),), "float16": ((64, 32),), "bfloat16": ((256, 128), (41, 24))},
     experts=((1, 1), (4, 2), (8, 2), (5, 3), (16, 4)),
     most_tokens=300,
     most_groups=16,
@@ -247,7 +243,7 @@ def shorter(space: Space) -> st.SearchStrategy[str]:
 
 
 def constant(top_k: int, names: tuple[str, ...], chosen: tuple[str, ...]) -> tuple[str, ...]:
-    """Return frozen inputs and, with one expert per token, inputs whose weight may be constantly 1."""
+    """Return the chosen inputs to freeze. With one expert per token add `names`: its weight may be constantly 1."""
     return tuple(dict.fromkeys((*chosen, *names))) if top_k == 1 else chosen
 
 

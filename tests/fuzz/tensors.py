@@ -37,9 +37,9 @@ def lay_out(
 def gaps_of(tensor: Tensor) -> Callable[[], Tensor]:
     """Return a function that reads the tensor's memory outside its own elements."""
     memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    beside = torch.ones_like(memory, dtype=torch.bool)
-    beside.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
-    return lambda: memory[beside]
+    is_gap = torch.ones_like(memory, dtype=torch.bool)
+    is_gap.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+    return lambda: memory[is_gap]
 
 
 class Random:
@@ -64,15 +64,9 @@ class Random:
         self.wide = torch.promote_types(self.dtype, torch.float32)
 
     def values(
-        self,
-        *shape: int,
-        scale: float = 1.0,
-        most: int = 2,
-        layout: str = "rows",
-        dtype: torch.dtype | None = None,
+        self, *shape: int, scale: float = 1.0, most: int = 2, layout: str = "rows", dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Draw normal values of this scale, integers up to `most`, or that many multiples of a number near the
-        scale."""
+        """Draw normal values of this scale, integers up to `most`, or such integers times a power of two near it."""
         if self.integers or self.multiples:
             values = torch.randint(-most, most + 1, shape, device=self.device, generator=self.generator)
             values = values * 2.0 ** round(log2(scale)) if self.multiples else values

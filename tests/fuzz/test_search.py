@@ -72,8 +72,8 @@ def plant(monkeypatch, change, *, everywhere=False):
 
 
 # One case of each kind, on which every check runs.
-SIZES = {"num_tokens": 12, "num_experts": 3, "top_k": 2, "d_model": 16}
-ROUTED = {"routing": "random", "dropped": 0.1, "max_rows": None}
+SIZES = {"num_experts": 3, "top_k": 2, "d_model": 16}
+ROUTED = {"num_tokens": 12, "routing": "random", "dropped": 0.1, "max_rows": None}
 ONE_OF_EACH = {
     "experts": Experts(
         **SIZES,
@@ -107,7 +107,7 @@ ONE_OF_EACH = {
         layouts=("rows", "columns", "gaps"),
     ),
     "layer": Layer(
-        **{name: size for name, size in SIZES.items() if name != "num_tokens"},
+        **SIZES,
         **{**PLAIN, "dtype": "float16"},
         leading=(2, 16),
         d_ff=8,

@@ -44,14 +44,6 @@ def llama_factory():
     }
 
 
-def ms_swift():
-    return {"swift": {}}
-
-
-def verl():
-    return {"verl": {}}
-
-
 def veomni():
     @dataclass(frozen=True)
     class HardwareRequirement:
@@ -99,8 +91,8 @@ def veomni():
 FRAMEWORKS = {
     "axolotl": ("axolotl", "0.19.0", "axolotl", axolotl),
     "llama_factory": ("llamafactory", "0.9.5", "llamafactory", llama_factory),
-    "ms_swift": ("ms-swift", "4.6.0", "swift", ms_swift),
-    "verl": ("verl", "0.9.1", "verl", verl),
+    "ms_swift": ("ms-swift", "4.6.0", "swift", lambda: {"swift": {}}),
+    "verl": ("verl", "0.9.1", "verl", lambda: {"verl": {}}),
     "veomni": ("veomni", "0.1.12", "veomni", veomni),
 }
 

@@ -1,16 +1,22 @@
 """Small random transformers models, and one forward and backward of them."""
 
+import copy
+
 import pytest
 import torch
 import transformers
 from packaging.version import Version
 
 from moe_kernels.testing import assert_accurate
+from moe_layers.integrations.transformers import enable
 
 from ..checkpoint.tiny_models import config_class_of, config_fields, known_fields, model_class
 
 transformers.logging.set_verbosity_error()
 
+since_5_23 = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"
+)
 # Their eager experts always compute in float32, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
@@ -25,6 +31,9 @@ SIZES = {
     "num_experts_per_tok": 2,
 }
 QWEN3_MOE = {**SIZES, "moe_intermediate_size": 16, "num_experts": 8}
+
+# Arguments of all Trainers.
+QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}
 
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
@@ -103,13 +112,20 @@ def logits_of(model):
         return model(draw_tokens(model)).logits
 
 
+def enabled_logits(models, implementation="reference"):
+    """Enable models. Return their logits."""
+    for model in models:
+        enable(model, implementation=implementation)
+    return [logits_of(model) for model in models]
+
+
 def experts_of(model):
     """Return name and experts of each block."""
     return [(name, module) for name, module in model.named_modules() if name.endswith(".experts")]
 
 
 def step(model, tokens, **options):
-    """Return output, router logits if any and, by name, all gradients of a loss with random weights per output.
+    """Return the output, the router logits if any, and all gradients by name of a loss with random weights per output.
 
     Args:
         tokens: or all inputs by name.
@@ -145,3 +161,25 @@ def assert_same_step(actual, baseline, exact):
         for gradients in (actual[2], baseline[2], exact[2])
     ]
     assert_accurate(*scaled, "gradients")
+
+
+def check_change(model, change, tokens=None):
+    """Compare a step after `change(model)` with the step before it, by `assert_same_step`.
+
+    Returns:
+        the result of `change`, the step after it and the step before it.
+    """
+    tokens = draw_tokens(model) if tokens is None else tokens
+    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
+    result = change(model)
+    actual = step(model, tokens)
+    assert_same_step(actual, baseline, exact)
+    return result, actual, baseline
+
+
+def assert_close_gradients(actual, expected, tolerance, smallest=0.0):
+    """Compare gradients by name, relative to the largest value of each, with `smallest` added."""
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        atol = tolerance * gradient.abs().max().item() + smallest
+        torch.testing.assert_close(actual[name], gradient, rtol=0.0, atol=atol, msg=name)

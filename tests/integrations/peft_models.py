@@ -100,6 +100,12 @@ def assert_equal_steps(actual, expected, tolerance=1e-10):
         torch.testing.assert_close(a, e, rtol=0, atol=tolerance * max(1.0, e.abs().max().item() if e.numel() else 0.0))
 
 
+def compare_steps(ours, golden, **options):
+    """Compare a step of two models on the same tokens."""
+    tokens = draw_tokens(golden)
+    assert_equal_steps(step(ours, tokens, **options), step(golden, tokens, **options))
+
+
 def float64_pair(model_type="qwen3_moe", config=None, **changes):
     """Return the same adapted model twice: for PEFT, and for us."""
     model = adapt(build(model_type, dtype=torch.float64, **changes), config or lora())

@@ -11,12 +11,7 @@ from torch.nn import functional
 from moe_kernels import Activation
 from moe_layers.integrations.transformers.experts.activation import recognise_gated, recognise_plain
 
-GATES = {
-    "swiglu": nn.SiLU(),
-    "geglu": nn.GELU(),
-    "geglu_tanh": nn.GELU("tanh"),
-    "reglu": nn.ReLU(),
-}
+GATES = {"swiglu": nn.SiLU(), "geglu": nn.GELU(), "geglu_tanh": nn.GELU("tanh"), "reglu": nn.ReLU()}
 PLAIN = {
     "silu": nn.SiLU(),
     "gelu": nn.GELU(),
@@ -70,17 +65,15 @@ def test_numbers_are_the_modules_own(limit):
         value = 1.3 * torch.tanh(gate / 1.3) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
         return value.to(columns.dtype)
 
-    recognised = recognise_gated(experts(limit=limit, alpha=1.3), gpt_oss, interleaved=False)
-    assert recognised == Activation("gpt_oss", limit=limit, alpha=1.3)
-    recognised = recognise_gated(experts(swiglu_limit=limit), before, interleaved=False)
-    assert recognised == Activation("clamped_swiglu", limit=limit)
-    recognised = recognise_gated(experts(limit=limit), after, interleaved=False)
-    assert recognised == Activation("swiglu_clamped_after", limit=limit)
-    recognised = recognise_gated(experts(limit=limit), clamped_gelu, interleaved=False)
-    assert recognised == Activation("clamped_geglu", limit=limit)
     softcaps = SimpleNamespace(up_softcap=SimpleNamespace(softcap=limit), gate_softcap=SimpleNamespace(softcap=1.3))
-    recognised = recognise_gated(SimpleNamespace(act_fn=softcaps), softcapped, interleaved=False)
-    assert recognised == Activation("softcapped_swiglu", limit=limit, alpha=1.3)
+    for module, apply_gate, expected in (
+        (experts(limit=limit, alpha=1.3), gpt_oss, Activation("gpt_oss", limit=limit, alpha=1.3)),
+        (experts(swiglu_limit=limit), before, Activation("clamped_swiglu", limit=limit)),
+        (experts(limit=limit), after, Activation("swiglu_clamped_after", limit=limit)),
+        (experts(limit=limit), clamped_gelu, Activation("clamped_geglu", limit=limit)),
+        (SimpleNamespace(act_fn=softcaps), softcapped, Activation("softcapped_swiglu", limit=limit, alpha=1.3)),
+    ):
+        assert recognise_gated(module, apply_gate, interleaved=False) == expected
     for wrong in (experts(), experts(limit=1.01 * limit, alpha=1.3)):
         with pytest.raises(ValueError, match="must be one of"):
             recognise_gated(wrong, gpt_oss, interleaved=False)

@@ -9,7 +9,7 @@ from moe_layers.checkpoint.adapters.adapter_files import read_peft_adapter, writ
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import slow
-from .models import assert_same_bits, build, draw_tokens, experts_of, logits_of, skip_old, step
+from .models import assert_same_bits, build, draw_tokens, enabled_logits, experts_of, logits_of, skip_old, step
 
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
@@ -65,17 +65,12 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model(name, replace_
 
 
 def test_bfloat16(replace_parameter_4bit):
-    stored, plain = pair(replace_parameter_4bit, dtype=torch.bfloat16)
-    for model in (stored, plain):
-        enable(model, implementation="reference")
-    assert torch.equal(logits_of(stored), logits_of(plain))
+    assert torch.equal(*enabled_logits(pair(replace_parameter_4bit, dtype=torch.bfloat16)))
 
 
 def test_kernels_decode_what_is_stored(replace_parameter_4bit, device):
-    stored, plain = pair(replace_parameter_4bit, device, compress_statistics=True)
-    for model in (stored, plain):
-        enable(model, implementation="triton")
-    torch.testing.assert_close(logits_of(stored), logits_of(plain))
+    models = pair(replace_parameter_4bit, device, compress_statistics=True)
+    torch.testing.assert_close(*enabled_logits(models, "triton"))
 
 
 def test_nothing_is_copied(replace_parameter_4bit):
@@ -162,8 +157,10 @@ def lora(model, peft_models):
     return peft_models.lora(targets=[f"{name}.{key}" for name, _ in experts_of(model) for key in KEYS])
 
 
-def adapted(model, peft_models):
-    return peft_models.adapt(model, lora(model, peft_models))
+def adapted_and_enabled(model, peft_models):
+    model = peft_models.adapt(model, lora(model, peft_models))
+    enable(model, implementation="reference")
+    return model
 
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
@@ -174,9 +171,7 @@ def test_adapters_of_peft(order, replace_parameter_4bit, peft_models):
 
 
 def test_a_training_step_decodes_no_parameter_for_pefts_sake(replace_parameter_4bit, monkeypatch, peft_models):
-    stored, _ = pair(replace_parameter_4bit)
-    stored = adapted(stored, peft_models)
-    enable(stored, implementation="reference")
+    stored = adapted_and_enabled(pair(replace_parameter_4bit)[0], peft_models)
     functional = pytest.importorskip("bitsandbytes").functional
     monkeypatch.setattr(functional, "dequantize_4bit", None)
     assert len(step(stored, draw_tokens(stored))[2]) == 8
@@ -213,17 +208,15 @@ def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit, peft_
     for key in KEYS:
         replace_parameter_4bit(model.model.layers[1].mlp.experts, key)
     adapted = with_short_names(model, peft_models)
-    with pytest.warns(
-        UserWarning, match=r"does not train model\.layers\.1\.mlp\.experts\.\w+, [\w.]+1\.mlp\.[\w.]+: PEFT"
-    ):
+    told = r"does not train model\.layers\.1\.mlp\.experts\.\w+, [\w.]+1\.mlp\.[\w.]+: PEFT"
+    with pytest.warns(UserWarning, match=told):
         assert len(enable(adapted, implementation="reference").adapted) == 2
 
 
 def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit, peft_models):
     stored, _ = pair(replace_parameter_4bit)
     base = logits_of(stored)
-    stored = adapted(stored, peft_models)
-    enable(stored, implementation="reference")
+    stored = adapted_and_enabled(stored, peft_models)
     assert not torch.allclose(logits_of(stored), base)
     stored.merge_adapter()
     torch.testing.assert_close(logits_of(stored), base)
@@ -232,8 +225,7 @@ def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit, peft_m
 def test_adapter_files(replace_parameter_4bit, tmp_path, peft_models):
     """PEFT reads them into another model in 4 bits. Converted, they fit the model with plain weights."""
     stored, plain = pair(replace_parameter_4bit)
-    stored = adapted(stored, peft_models)
-    enable(stored, implementation="reference")
+    stored = adapted_and_enabled(stored, peft_models)
     expected = logits_of(stored)
     stored.save_pretrained(tmp_path / "own")
     write_adapter(read_peft_adapter(tmp_path / "own"), tmp_path / "converted")

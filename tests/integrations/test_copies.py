@@ -34,7 +34,7 @@ def test_a_copy_of_an_enabled_model_is_its_own(device):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_a_copied_part_of_an_enabled_model(model_type, device):
-    """It computes the same, by the copied choice in its configuration, and can be enabled and disabled by itself."""
+    """The copy computes the same, by the choice in its own configuration. It can be enabled and disabled by itself."""
     model = build(model_type, device)
     own = logits_of(model)
     enable(model)
@@ -74,7 +74,7 @@ def test_a_model_with_an_enabled_part_is_copied(model_type, device):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_an_interrupted_enable_changes_nothing(model_type, device, monkeypatch):
-    """Also for copies and pickles, which can be enabled."""
+    """Copies and pickles of the model are as before, too, and can be enabled."""
     model = build(model_type, device)
     wanted = snapshot(model)
     layers, replaced = model.model.layers, []

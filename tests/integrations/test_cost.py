@@ -34,7 +34,7 @@ def observed(model):
 
 
 def replayed(change):
-    """Replay the model's own choices after a change of each, from the CPU."""
+    """Replay the model's own choices, each changed by `change`, from the CPU."""
 
     def prepare(model):
         record = captured(model, lambda: model(input_ids=draw_tokens(model))).to("cpu")

@@ -6,24 +6,18 @@ one rank with its own experts: logits, loss with the router's auxiliary loss, an
 
 import pytest
 import torch
+import transformers
 from packaging.version import Version
 
 from ..checkpoint.golden import FASTEST
 from ..processes import make_test
 from ..tiers import slow
+from .models import QWEN3_MOE, assert_close_gradients, initialise, since_5_23
+from .sharded_models import saved, whole
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-pytestmark = [
-    slow,  # each process imports transformers
-    pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"),
-]
-
-from .models import QWEN3_MOE, initialise  # noqa: E402
-from .sharded_models import saved, whole  # noqa: E402
-
+pytestmark = [slow, since_5_23]  # each process imports transformers
 gathers_strided_shards = pytest.mark.skipif(
-    Version(torch.__version__) < Version("2.12"),
-    reason="PyTorch 2.11 gathers no gradient of packed projections",
+    Version(torch.__version__) < Version("2.12"), reason="PyTorch 2.11 gathers no gradient of packed projections"
 )
 
 
@@ -53,10 +47,7 @@ def assert_same_step(device, **sizes):
     expected_logits, expected_loss, expected = step(own, device)
     torch.testing.assert_close(logits, expected_logits, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=1e-5)
-    assert gradients.keys() == expected.keys()
-    for name, gradient in expected.items():
-        size = gradient.abs().max().item()
-        torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=1e-4 * size, msg=name)
+    assert_close_gradients(gradients, expected, 1e-4)
 
 
 @gathers_strided_shards

@@ -18,6 +18,9 @@ from .models import build, draw_tokens, skip_old
 
 # Gated; biases, interleaved and transposed; biases, transposed; plain; and gated with a norm behind.
 LAYOUTS = ["qwen3_moe", "gpt_oss", "openai_privacy_filter", "nemotron_h", "muse_spark_text"]
+several_layouts = pytest.mark.parametrize(
+    "model_type", default_tier(["qwen3_moe", "gpt_oss", "muse_spark_text"], ["qwen3_moe", "gpt_oss"])
+)
 NUM_TOKENS, TOP_K = 24, 3
 
 
@@ -80,9 +83,7 @@ def test_slots_of_experts_elsewhere_add_nothing(model_type, device):
     torch.testing.assert_close(out, ours(tokens, ids, weights.masked_fill(elsewhere, 0.0)))
 
 
-@pytest.mark.parametrize(
-    "model_type", default_tier(["qwen3_moe", "gpt_oss", "muse_spark_text"], ["qwen3_moe", "gpt_oss"])
-)
+@several_layouts
 def test_autocast_decides_the_dtype_of_the_products(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
@@ -95,13 +96,10 @@ def test_autocast_decides_the_dtype_of_the_products(model_type, device):
     assert all(parameter.grad.dtype == torch.float32 for parameter in ours.parameters())
 
 
-@pytest.mark.parametrize(
-    "model_type", default_tier(["qwen3_moe", "gpt_oss", "muse_spark_text"], ["qwen3_moe", "gpt_oss"])
-)
+@several_layouts
 def test_compiles_without_a_break(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
-
     # An explicit upstream gradient, because a sum's has strides of zero, which compiled code does not keep.
     upstream = torch.randn(tokens.shape, device=device, generator=torch.Generator(device).manual_seed(3))
 

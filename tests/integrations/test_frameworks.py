@@ -86,7 +86,7 @@ def test_llama_factory(monkeypatch):
 
 
 def test_the_script_for_llama_factory(monkeypatch):
-    """It trains, in a process that knows the name."""
+    """The script trains in a process in which the name is registered."""
     module = install("llama_factory", monkeypatch)
     script = next(block.text for block in blocks_of(PAGE) if block.needs == "llamafactory")
     trained = []

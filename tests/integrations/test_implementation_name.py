@@ -14,7 +14,7 @@ from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBU
 
 from ..processes import run_python
 from ..tiers import default_tier, slow
-from .models import assert_same_step, build, config_of, step
+from .models import build, check_change, config_of, step
 from .models import draw_tokens as draw_some
 from .test_copies import PICKLED
 from .test_enable import UNSUPPORTED
@@ -41,10 +41,7 @@ def chosen_by_name(model_type, device="cpu", **changes):
 def test_step_is_the_models_own(model_type, device):
     model = build(model_type, device)
     tokens = draw_tokens(model)
-    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
-    model.set_experts_implementation(NAME)
-    actual = step(model, tokens)
-    assert_same_step(actual, baseline, exact)
+    _, actual, baseline = check_change(model, lambda model: model.set_experts_implementation(NAME), tokens)
     assert not torch.equal(actual[0], baseline[0])
     model.set_experts_implementation("eager")
     assert torch.equal(model(input_ids=tokens, use_cache=False)[0], baseline[0])
@@ -105,7 +102,7 @@ def test_first_call_inside_a_tracer(model_type, device):
 
 
 def test_first_call_inside_selective_checkpointing(device):
-    """Its mode counts the ops of forward, and expects the same ones in recomputation."""
+    """The checkpoint's mode counts the ops of forward, and expects the same ops in recomputation."""
     experts = experts_of(chosen_by_name("qwen3_moe", device))
     tokens, ids, weights = draw_routing(experts, torch.float32)
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)

@@ -45,18 +45,23 @@ def make_config(**changes):
     return config
 
 
-def pair(folder_groups, **changes):
-    """Return Megatron's own experts, and these with the same weights."""
+def linears():
+    """Return the classes of the linear modules in Megatron's own experts."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.mlp import MLPSubmodules
+
+    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def pair(folder_groups, **changes):
+    """Return Megatron's own experts, and these with the same weights."""
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     from moe_layers.integrations.megatron import GroupedExperts
 
     torch.manual_seed(0)
     plain = make_config(**{**changes, "gradient_accumulation_fusion": False})
-    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    own = SequentialMLP(4, plain, submodules, folder_groups)
+    own = SequentialMLP(4, plain, linears(), folder_groups)
     for parameter in own.parameters():
         nn.init.normal_(parameter, std=0.5)
     ours = GroupedExperts(4, make_config(**changes), None, folder_groups)
@@ -82,12 +87,20 @@ def step(experts, run=None):
 
 
 def gradients(own, linear):
-    return torch.stack(
-        [
-            weight.new_zeros(weight.shape) if weight.grad is None else weight.grad
-            for weight in (getattr(expert, linear).weight for expert in own.local_experts)
-        ]
-    )
+    weights = [getattr(expert, linear).weight for expert in own.local_experts]
+    return torch.stack([torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights])
+
+
+def give_main_grad(ours):
+    for weight in ours.parameters():
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+
+
+def assert_same_gradients(own, ours, name):
+    """Compare Megatron's gradients with ours, which are in the attribute `name` of the weights."""
+    for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
+        assert name == "grad" or weight.grad_added_to_main_grad
+        torch.testing.assert_close(getattr(weight, name), gradients(own, linear), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +117,7 @@ def test_outputs_and_gradients_are_those_of_megatron(settings, tmp_path):
     with groups(tmp_path) as made:
         own, ours = pair(made, **settings)
         torch.testing.assert_close(step(ours), step(own), rtol=1e-5, atol=1e-5)
-        for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
-            torch.testing.assert_close(weight.grad, gradients(own, linear), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(own, ours, "grad")
 
 
 def test_a_whole_layer_by_its_spec(tmp_path, monkeypatch):
@@ -144,8 +156,6 @@ def expert_parallel(device):
     """Two ranks hold two experts each, and weights' gradients go to `main_grad`."""
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
@@ -154,8 +164,7 @@ def expert_parallel(device):
 
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     made = ProcessGroupCollection.use_mpu_process_groups()
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-    own_spec = ModuleSpec(module=SequentialMLP, submodules=linears)
+    own_spec = ModuleSpec(module=SequentialMLP, submodules=linears())
     for dispatcher in ("allgather", "alltoall"):
         settings = {"moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": 2}
         layers = []
@@ -167,12 +176,10 @@ def expert_parallel(device):
         ours.router.load_state_dict(own.router.state_dict())
         copy_weights(own.experts, ours.experts)
         assert compare_shards(own.experts, ours.experts) == 6
-        for weight in ours.experts.parameters():
-            assert weight.shape[0] == 2 and not weight.allreduce
-            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
-        tokens = torch.randn(
-            6, 2, SIZES["hidden_size"], generator=torch.Generator().manual_seed(distributed.get_rank())
-        )
+        assert all(weight.shape[0] == 2 and not weight.allreduce for weight in ours.experts.parameters())
+        give_main_grad(ours.experts)
+        generator = torch.Generator().manual_seed(distributed.get_rank())
+        tokens = torch.randn(6, 2, SIZES["hidden_size"], generator=generator)
         outs = []
         for layer in layers:
             for _ in range(2):
@@ -181,9 +188,7 @@ def expert_parallel(device):
                 out.square().sum().backward()
             outs.append((out.detach(), layer.router.weight.grad))
         torch.testing.assert_close(outs[1], outs[0], rtol=1e-5, atol=1e-5)
-        for weight, linear in ((ours.experts.weight1, "linear_fc1"), (ours.experts.weight2, "linear_fc2")):
-            assert weight.grad_added_to_main_grad
-            torch.testing.assert_close(weight.main_grad, gradients(own.experts, linear), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(own.experts, ours.experts, "main_grad")
     parallel_state.destroy_model_parallel()
 
 
@@ -192,14 +197,13 @@ test_two_processes = on_cpu("Megatron's groups are those of gloo")(make_test([ex
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_gradients_accumulate_in_main_grad(delayed, tmp_path):
-    """Over two backward passes, in float32; the gradients that Megatron's hooks see are not added again."""
+    """Two backward passes add up, in float32. The gradients that Megatron's hooks see are not added again."""
     with groups(tmp_path) as made:
         own, ours = pair(made, gradient_accumulation_fusion=True)
         ours._delays = delayed
         called = []
         ours.register_wgrad_accumulation_and_reduce_hooks(lambda: called.append(1))
-        for weight in ours.parameters():
-            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        give_main_grad(ours)
         for _ in range(2):
             step(own)
             step(ours)
@@ -207,9 +211,7 @@ def test_gradients_accumulate_in_main_grad(delayed, tmp_path):
                 assert not any(weight.grad_added_to_main_grad for weight in ours.parameters()) or called
                 ours.backward_dw()
         assert len(called) == 2 * delayed
-        for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
-            assert weight.grad_added_to_main_grad
-            torch.testing.assert_close(weight.main_grad, gradients(own, linear), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(own, ours, "main_grad")
 
 
 @pytest.mark.parametrize("delayed", [False, True])
@@ -218,14 +220,11 @@ def test_checkpointed_experts_add_once(delayed, tmp_path):
     with groups(tmp_path) as made:
         own, ours = pair(made, gradient_accumulation_fusion=True)
         ours._delays = delayed
-        for weight in ours.parameters():
-            weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(weight.shape), False
+        give_main_grad(ours)
         step(own)
         step(ours, lambda *rows: checkpoint(ours, *rows, use_reentrant=False))
         ours.backward_dw()
-        for weight, linear in ((ours.weight1, "linear_fc1"), (ours.weight2, "linear_fc2")):
-            assert weight.grad_added_to_main_grad
-            torch.testing.assert_close(weight.main_grad, gradients(own, linear), rtol=1e-5, atol=1e-5)
+        assert_same_gradients(own, ours, "main_grad")
 
 
 def test_delayed_gradients_without_main_grad(tmp_path):

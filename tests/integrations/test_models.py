@@ -9,7 +9,7 @@ from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import enable
 
 from ..tiers import default_tier
-from .models import assert_same_step, build, draw_tokens, skip_old, step
+from .models import build, check_change, draw_tokens, skip_old
 
 # gpt_oss: biases, an active clamp, transposed and interleaved. nemotron_h: no gates. qwen2_moe: a shared expert.
 INTERFACE = {
@@ -34,13 +34,8 @@ REPLACED = {
 
 
 def assert_enabled_step_is_the_models_own(model, activation, path):
-    tokens = draw_tokens(model)
-    baseline = step(model, tokens)
-    exact = step(copy.deepcopy(model).double(), tokens)
-    report = enable(model)
+    report, actual, baseline = check_change(model, enable)
     assert {kind[1:] for kind in report.kinds} == {(activation, path)}
-    actual = step(model, tokens)
-    assert_same_step(actual, baseline, exact)
     assert not torch.equal(actual[0], baseline[0])  # the results differ in rounding, so other code did compute them
 
 
@@ -58,7 +53,7 @@ def test_blocks_without_the_interface(model_type, device):
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "dbrx"])
 def test_weights_that_are_inference_tensors(model_type, device):
-    """A model built in inference mode. PEFT's adapters make such weights there, too."""
+    """The model is built in inference mode, in which PEFT's adapters make such weights, too."""
     skip_old(model_type)
     with torch.inference_mode():
         model = build(model_type, device)

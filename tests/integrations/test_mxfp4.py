@@ -4,20 +4,18 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import parametrize
 
+from moe_layers.integrations.transformers import disable, enable
+from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4
+
 from ..checkpoint.golden import Golden
 from ..checkpoint.test_from_checkpoint import copy_case
 from ..tiers import slow
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from moe_layers.integrations.transformers import disable, enable  # noqa: E402
-from moe_layers.integrations.transformers.experts.mxfp4 import _taken, keep_mxfp4  # noqa: E402
-
-from .models import assert_same_bits, build, draw_tokens, logits_of, step  # noqa: E402
+from .models import assert_same_bits, build, draw_tokens, enabled_logits, logits_of, step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
@@ -77,10 +75,7 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model():
 
 @slow  # the interpreter takes seconds
 def test_kernels_decode_what_is_stored(device):
-    stored, plain = pair(device=device)
-    for model in (stored, plain):
-        enable(model, implementation="triton")
-    torch.testing.assert_close(logits_of(stored), logits_of(plain))
+    torch.testing.assert_close(*enabled_logits(pair(device=device), "triton"))
 
 
 @slow

@@ -1,6 +1,7 @@
 """PEFT's LoRA of expert parameters, computed by the experts' op: PEFT itself, in float64, is the golden result."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import disable, enable
 
-from .models import assert_same_step, build, draw_tokens, step
+from .models import assert_same_step, build, check_change, draw_tokens, step
 from .peft_models import (
     TARGETS,
     WARNINGS,
     adapt,
     assert_equal_steps,
+    compare_steps,
     enabled_and_adapted,
     float64_pair,
     lora,
@@ -24,6 +26,7 @@ from .peft_models import (
 )
 
 pytestmark = WARNINGS
+enable_reference = partial(enable, implementation="reference")
 several_adapters = pytest.mark.skipif(
     Version(peft.__version__) < Version("0.21"), reason="before 0.21 peft has one adapter of parameters per model"
 )
@@ -68,43 +71,31 @@ def test_blocks_whose_forward_is_replaced(model_type):
     """LongCat's up parameter also holds unused matrices of zero experts. Its router computes in float32."""
     names = {"llama4_text": "feed_forward.experts", "longcat_flash": "mlp.experts"}
     targets = [f"{names[model_type]}.{parameter}" for parameter in ("gate_up_proj", "down_proj")]
-    model = adapt(build(model_type), lora(targets=targets))
-    tokens = draw_tokens(model)
-    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
-    assert len(enable(model, implementation="reference").adapted) == 4
-    assert_same_step(step(model, tokens), baseline, exact)
+    report, *_ = check_change(adapt(build(model_type), lora(targets=targets)), enable_reference)
+    assert len(report.adapted) == 4
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_kernels_are_as_accurate_as_peft(model_type, device):
-    golden = adapt(build(model_type, device, num_hidden_layers=1), lora())
-    tokens = draw_tokens(golden)
-    baseline, exact = step(golden, tokens), step(copy.deepcopy(golden).double(), tokens)
-    enable(golden, implementation="triton")
-    assert_same_step(step(golden, tokens), baseline, exact)
+    model = adapt(build(model_type, device, num_hidden_layers=1), lora())
+    check_change(model, partial(enable, implementation="triton"))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_float32_adapters_of_bfloat16_weights(model_type):
-    golden = adapt(build(model_type, dtype=torch.bfloat16), lora())
-    dtypes = {"lora_" in name: parameter.dtype for name, parameter in golden.named_parameters()}
+    model = adapt(build(model_type, dtype=torch.bfloat16), lora())
+    dtypes = {"lora_" in name: parameter.dtype for name, parameter in model.named_parameters()}
     assert dtypes == {False: torch.bfloat16, True: torch.float32}
-    tokens = draw_tokens(golden)
-    baseline, exact = step(golden, tokens), step(copy.deepcopy(golden).double(), tokens)
-    enable(golden, implementation="reference")
-    actual = step(golden, tokens)
+    _, actual, _ = check_change(model, enable_reference)
     assert all(gradient.dtype == torch.float32 for gradient in actual[2].values())
-    assert_same_step(actual, baseline, exact)
 
 
 @pytest.mark.parametrize("targets", [TARGETS[:1], TARGETS[1:]], ids=["up", "down"])
 def test_one_adapted_parameter(targets):
     golden, ours = float64_pair(config=lora(targets=targets))
-    assert [name.rsplit(".", 1)[1] for name in enable(ours, implementation="reference").adapted] == [
-        targets[0].rsplit(".", 1)[1]
-    ] * 2
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+    key = targets[0].rsplit(".", 1)[1]
+    assert [name.rsplit(".", 1)[1] for name in enable_reference(ours).adapted] == [key, key]
+    compare_steps(ours, golden)
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # though they do
@@ -112,9 +103,8 @@ def test_ranks_and_scales_of_their_own():
     patterns = {"rank_pattern": {"experts.gate_up_proj": 5}, "alpha_pattern": {"experts.down_proj": 2}}
     golden, ours = float64_pair(config=lora(use_rslora=True, **patterns))
     assert len({parameter.shape for name, parameter in ours.named_parameters() if "lora_A" in name}) == 2
-    enable(ours, implementation="reference")
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+    enable_reference(ours)
+    compare_steps(ours, golden)
 
 
 class Sizes(TorchDispatchMode):
@@ -148,25 +138,31 @@ def test_no_tensor_of_the_size_of_the_weights(model_type, order):
     smallest = experts_of(model)[0].down_proj.numel()
     model.requires_grad_(False)
     model.enable_input_require_grads()
-    enable(model, implementation="reference")
+    enable_reference(model)
     assert num_large(model, tokens, smallest) == 0
     if order == "adapted":
         disable(model)
     model = adapt(model, lora())
     if order == "adapted":
         assert num_large(model, tokens, smallest)  # PEFT
-        enable(model, implementation="reference")
+        enable_reference(model)
     assert num_large(model, tokens, smallest) == 0
+
+
+def with_two_adapters(model_type, targets=TARGETS):
+    """Return a model with two active adapters of different ranks."""
+    model = adapt(build(model_type, dtype=torch.float64), lora(3, 5, targets))
+    model.add_adapter("other", lora(2, 7, targets))
+    randomise(model)
+    model.base_model.set_adapter(["default", "other"])
+    return model
 
 
 @several_adapters
 def test_two_active_adapters_of_different_ranks():
-    model = adapt(build("gpt_oss", dtype=torch.float64), lora(3, 5))
-    model.add_adapter("other", lora(2, 7))
-    randomise(model)
-    model.base_model.set_adapter(["default", "other"])
+    model = with_two_adapters("gpt_oss")
     ours = copy.deepcopy(model)
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     tokens = draw_tokens(model)
     expected = step(model, tokens)
     assert len(expected[2]) == 2 * 2 * 4
@@ -178,7 +174,7 @@ class Pair:
 
     def __init__(self, model_type):
         self.golden, self.ours = float64_pair(model_type)
-        enable(self.ours, implementation="reference")
+        enable_reference(self.ours)
         self.tokens = draw_tokens(self.golden)
 
     def apply(self, change):
@@ -189,17 +185,14 @@ class Pair:
             actual = self.ours(input_ids=self.tokens).logits
             torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10 * expected.abs().max().item())
             return expected
-        assert_equal_steps(step(self.ours, self.tokens), step(self.golden, self.tokens))
+        compare_steps(self.ours, self.golden)
         return expected.detach()
 
 
 @several_adapters
 def test_two_wrappers_of_one_parameter():
     """The golden model has both adapters in one wrapper."""
-    golden = adapt(build("qwen3_moe", dtype=torch.float64), lora(3, 5, TARGETS[1:]))
-    golden.add_adapter("other", lora(2, 7, TARGETS[1:]))
-    randomise(golden)
-    golden.base_model.set_adapter(["default", "other"])
+    golden = with_two_adapters("qwen3_moe", TARGETS[1:])
     ours = copy.deepcopy(golden)
     for layer in ours.base_model.model.model.layers:
         inner = layer.mlp.experts
@@ -208,7 +201,7 @@ def test_two_wrappers_of_one_parameter():
         inner.set_adapter("default")
         outer.set_adapter("other")
         layer.mlp.experts = outer
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     tokens = draw_tokens(golden)
     expected = golden(input_ids=tokens).logits
     torch.testing.assert_close(ours(input_ids=tokens).logits, expected, rtol=0, atol=1e-10)
@@ -228,7 +221,7 @@ def test_adapters_disabled_merged_and_deleted_after_enable(model_type):
     assert not torch.allclose(disabled, adapted)
     assert torch.equal(pair.apply(lambda model: model.base_model.enable_adapter_layers()), adapted)
     torch.testing.assert_close(pair.apply(lambda model: model.merge_adapter()), adapted)
-    reasons = enable(pair.ours, implementation="reference").adapted_by_wrapper
+    reasons = enable_reference(pair.ours).adapted_by_wrapper
     assert len(reasons) == 4 and set(reasons.values()) == {"it is merged"}
     torch.testing.assert_close(pair.apply(lambda model: model.unmerge_adapter()), adapted)
     torch.testing.assert_close(pair.apply(deactivate), disabled)
@@ -249,7 +242,7 @@ def test_adapters_added_and_switched_after_enable(model_type):
 def test_merge_and_unload():
     golden, ours = float64_pair("gpt_oss")
     tokens = draw_tokens(golden)
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     merged = ours.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=tokens).logits, golden(input_ids=tokens).logits)
     assert not any(hasattr(module, "base_layer") for module in merged.modules())
@@ -265,11 +258,11 @@ def test_disable_gives_the_adapters_back_to_peft(order):
     expected = step(golden, tokens)
     ours = build("qwen3_moe")
     if order == "enabled":
-        enable(ours, implementation="reference")
+        enable_reference(ours)
     ours = adapt(ours, lora())
     before = {name: set(vars(module)) for name, module in ours.named_modules()}
     if order == "adapted":
-        enable(ours, implementation="reference")
+        enable_reference(ours)
     assert not torch.equal(step(ours, tokens)[0], expected[0])
     disable(ours)
     again = step(ours, tokens)
@@ -285,16 +278,14 @@ def test_disable_gives_the_adapters_back_to_peft(order):
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_gradient_checkpointing(use_reentrant):
     golden, ours = float64_pair("gpt_oss")
-    tokens = draw_tokens(golden)
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     calls = []
     experts_of(ours)[0].register_forward_pre_hook(lambda *_: calls.append(None))
     for model in (golden, ours):
         model.train()
         model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         model.enable_input_require_grads()
-    options = {"output_router_logits": False}
-    assert_equal_steps(step(ours, tokens, **options), step(golden, tokens, **options))
+    compare_steps(ours, golden, output_router_logits=False)
     assert len(calls) == 2  # it was recomputed
 
 
@@ -304,7 +295,7 @@ def test_inference_mode(chosen):
     """With the name alone PEFT makes the changed weights, as inference tensors."""
     golden, ours = float64_pair("gpt_oss")
     if chosen == "enabled":
-        enable(ours, implementation="reference")
+        enable_reference(ours)
     else:
         ours.base_model.model.set_experts_implementation("moe_layers")
     tokens = draw_tokens(golden)
@@ -318,7 +309,7 @@ def test_autocast(device):
     tokens = draw_tokens(golden)
     golden, ours = golden.float(), ours.float()
     exact = step(copy.deepcopy(golden).double(), tokens)
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     with torch.autocast("cpu", torch.bfloat16):
         assert_same_step(step(ours, tokens), step(golden, tokens), exact)
 
@@ -332,8 +323,7 @@ def saved_files(model, directory):
 def test_saved_files_are_those_of_peft(tmp_path, order):
     golden = adapt(build("qwen3_moe"), lora())
     ours, _ = enabled_and_adapted(build("qwen3_moe"), order)
-    tokens = draw_tokens(golden)
-    ours(input_ids=tokens)
+    ours(input_ids=draw_tokens(golden))
     assert list(ours.state_dict()) == list(golden.state_dict())
     expected = saved_files(golden, tmp_path / "peft")
     assert saved_files(ours, tmp_path / "ours") == expected
@@ -345,16 +335,15 @@ def test_adapters_loaded_into_an_enabled_model(tmp_path):
     model = adapt(build("qwen3_moe", dtype=torch.float64), lora())
     model.save_pretrained(tmp_path)
     loaded = build("qwen3_moe", dtype=torch.float64)
-    enable(loaded, implementation="reference")
+    enable_reference(loaded)
     loaded = peft.PeftModel.from_pretrained(loaded, tmp_path, is_trainable=True)
-    tokens = draw_tokens(model)
-    assert_equal_steps(step(loaded, tokens), step(model, tokens))
+    compare_steps(loaded, model)
 
 
 def test_copies_and_their_adapters():
     golden, ours = float64_pair()
     tokens = draw_tokens(golden)
-    enable(ours, implementation="reference")
+    enable_reference(ours)
     twin = copy.deepcopy(ours)
     disable(ours)
     expected = step(golden, tokens)

@@ -12,18 +12,22 @@ from moe_layers import observe
 from moe_layers.integrations.transformers import disable, enable
 
 from .models import build, draw_tokens, skip_old, step
-from .peft_models import TARGETS, WARNINGS, adapt, assert_equal_steps, float64_pair, lora, peft
+from .peft_models import TARGETS, WARNINGS, adapt, assert_equal_steps, compare_steps, float64_pair, lora, peft
 
 pytestmark = WARNINGS
 EXPERTS = "base_model.model.model.layers.0.mlp.experts.base_layer.base_layer"
+
+
+@pytest.fixture
+def hooks():
+    return pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
 
 
 def test_adapters_of_experts_with_a_norm_are_left_to_peft():
     golden, ours = float64_pair("muse_spark_text", lora())
     report = enable(ours, implementation="reference")
     assert set(report.adapted_by_wrapper.values()) == {"a norm follows its experts"} and not report.adapted
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+    compare_steps(ours, golden)
 
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
@@ -52,22 +56,19 @@ def test_another_experts_implementation_is_left_to_peft():
 def test_report_names_parameters():
     model = adapt(build("qwen3_moe"), lora())
     report = enable(model)
-    names = [
-        f"base_model.model.model.layers.{n}.mlp.experts.{p}" for n in (0, 1) for p in ("down_proj", "gate_up_proj")
-    ]
-    assert list(report.adapted) == names and report.adapted_by_wrapper == {}
+    experts = [f"base_model.model.model.layers.{layer}.mlp.experts" for layer in (0, 1)]
+    assert list(report.adapted) == [f"{name}.{key}" for name in experts for key in ("down_proj", "gate_up_proj")]
+    assert report.adapted_by_wrapper == {}
     assert str(report).endswith("(swiglu, experts interface); with them PEFT's adapters of 4 parameters")
 
 
 def test_adapters_of_other_parameters_are_left_to_peft():
-    bias = [*TARGETS, "mlp.experts.down_proj_bias"]
-    golden, ours = float64_pair("gpt_oss", lora(targets=bias))
+    golden, ours = float64_pair("gpt_oss", lora(targets=[*TARGETS, "mlp.experts.down_proj_bias"]))
     report = enable(ours, implementation="reference")
     name = "base_model.model.model.layers.{}.mlp.experts.down_proj_bias"
     assert report.adapted_by_wrapper == dict.fromkeys(map(name.format, (0, 1)), "it is not a weight of the experts")
     assert f"their wrappers compute the adapters of {name.format(0)} (it is not a weight" in str(report)
-    tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+    compare_steps(ours, golden)
 
 
 def test_a_later_adapter_that_is_left_to_peft_is_told():
@@ -80,8 +81,7 @@ def test_a_later_adapter_that_is_left_to_peft_is_told():
     model(input_ids=draw_tokens(model))
 
 
-def test_a_hook_around_a_later_adapter_calls_the_kernels(monkeypatch):
-    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+def test_a_hook_around_a_later_adapter_calls_the_kernels(hooks, monkeypatch):
     down = lora(targets=TARGETS[1:])
     golden, ours = float64_pair(config=down)
     plain = ours.unload()
@@ -89,11 +89,10 @@ def test_a_hook_around_a_later_adapter_calls_the_kernels(monkeypatch):
     ours = adapt(plain, down)
     wrapper = plain.model.layers[0].mlp.experts
     hooks.add_hook_to_module(wrapper, hooks.ModelHook())
-    tokens = draw_tokens(golden)
     with monkeypatch.context() as patch:
         patch.delattr(type(wrapper), "forward")  # PEFT's own
-        step(ours, tokens)
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+        step(ours, draw_tokens(ours))
+    compare_steps(ours, golden)
 
 
 def change_variant(wrapper):
@@ -170,9 +169,8 @@ def test_dropout_is_refused_by_peft():
         adapt(build("qwen3_moe"), lora(lora_dropout=0.1))
 
 
-def test_hooks_around_the_forward_of_wrappers():
+def test_hooks_around_the_forward_of_wrappers(hooks):
     """accelerate wraps the forward that `enable` put there. The experts still compute the adapters, until `disable`."""
-    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
     golden, ours = float64_pair()
     tokens = draw_tokens(golden)
     expected = step(golden, tokens)
@@ -189,15 +187,13 @@ def test_hooks_around_the_forward_of_wrappers():
     assert all(hasattr(wrapper, "_hf_hook") and "forward" in vars(wrapper) for wrapper in hooked)
 
 
-def test_experts_with_a_hook_keep_their_adapters_with_another_implementation():
-    hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not installed")
+def test_experts_with_a_hook_keep_their_adapters_with_another_implementation(hooks):
     golden, ours = float64_pair()
-    tokens = draw_tokens(golden)
     enable(ours, implementation="reference")
     for experts in [m for m in ours.modules() if type(m).__name__ == "Qwen3MoeExperts"]:
         hooks.add_hook_to_module(experts, hooks.ModelHook())
     ours.base_model.model.set_experts_implementation("eager")
-    assert_equal_steps(step(ours, tokens), step(golden, tokens))
+    compare_steps(ours, golden)
 
 
 def test_threads_have_adapters_of_their_own():

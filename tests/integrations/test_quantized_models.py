@@ -15,7 +15,7 @@ from moe_layers.experts.quantization import dequantize_experts_, quantize_expert
 from moe_layers.integrations.transformers import disable, enable
 from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBUTE, NAME
 
-from .models import assert_same_bits, build, draw_tokens, experts_of, logits_of, step
+from .models import assert_same_bits, build, draw_tokens, enabled_logits, experts_of, logits_of, step
 from .test_experts_of_models import draw_routing
 
 BLOCK = (2, 8)  # divides d_ff 18, so that gate and up are whole blocks
@@ -29,15 +29,21 @@ def fp8_experts(config, block=BLOCK, **options):
     return made(config, block_size=block, **options)
 
 
-def pair(frozen=True):
-    """Return a Qwen3-MoE whose experts transformers would load as FP8, and one with their dequantised values."""
-    stored, plain = build("qwen3_moe"), build("qwen3_moe")
+def pair(form=FORMAT, dtypes=(torch.float8_e4m3fn, torch.float32), frozen=True, **sizes):
+    """Return a Qwen3-MoE with experts as transformers loads FP8, and one with their dequantised values.
+
+    Args:
+        form: the weight format.
+        dtypes: the dtypes that transformers gives to the values and the scales.
+    """
+    stored, plain = build("qwen3_moe", **sizes), build("qwen3_moe", **sizes)
     for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
         fp8 = fp8_experts(stored.config)
         for key in ("gate_up_proj", "down_proj"):
-            weight = quantize(getattr(experts, key).detach(), FORMAT)
-            setattr(fp8, key, nn.Parameter(weight.values, requires_grad=not frozen))
-            setattr(fp8, f"{key}_scale_inv", nn.Parameter(weight.scales, requires_grad=not frozen))
+            weight = quantize(getattr(experts, key).detach(), form)
+            values, scales = weight.values.flatten(2).view(dtypes[0]), weight.scales.view(dtypes[1])
+            setattr(fp8, key, nn.Parameter(values, requires_grad=not frozen))
+            setattr(fp8, f"{key}_scale_inv", nn.Parameter(scales, requires_grad=not frozen))
             getattr(target, key).data.copy_(dequantize(weight, torch.float32))
         stored.set_submodule(name, fp8)
     return stored, plain
@@ -61,16 +67,7 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model():
 def test_packed_float4():
     """FP8Experts hold DeepSeek-V4's float4 numbers as int8, two in a byte."""
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32}
-    stored, plain = build("qwen3_moe", **sizes), build("qwen3_moe", **sizes)
-    for (name, experts), (_, target) in zip(experts_of(stored), experts_of(plain), strict=True):
-        packed = fp8_experts(stored.config)
-        for key in ("gate_up_proj", "down_proj"):
-            weight = quantize(getattr(experts, key).detach(), "mxfp4")
-            values, scales = weight.values.flatten(2).view(torch.int8), weight.scales.view(torch.float8_e8m0fnu)
-            setattr(packed, key, nn.Parameter(values, requires_grad=False))
-            setattr(packed, f"{key}_scale_inv", nn.Parameter(scales, requires_grad=False))
-            getattr(target, key).data.copy_(dequantize(weight, torch.float32))
-        stored.set_submodule(name, packed)
+    stored, plain = pair("mxfp4", (torch.int8, torch.float8_e8m0fnu), **sizes)
     assert_chosen_by_name(stored)
     assert list(enable(stored, implementation="reference").quantized) == ["mxfp4 (1x32)"]
     enable(plain, implementation="reference")
@@ -79,7 +76,7 @@ def test_packed_float4():
 
 
 def assert_chosen_by_name(stored):
-    """`experts_implementation="moe_layers"` computes what `enable` computes, without it."""
+    """Check that `experts_implementation="moe_layers"` alone computes what `enable` computes."""
     enabled = copy.deepcopy(stored)
     stored.set_experts_implementation(NAME)
     enable(enabled)
@@ -124,9 +121,7 @@ def test_halves_that_are_no_whole_blocks_are_refused(by_name, d_ff):
 
 def test_unfrozen_weights_run_without_gradients_only():
     stored, plain = pair(frozen=False)
-    enable(stored, implementation="reference")
-    enable(plain, implementation="reference")
-    assert torch.equal(logits_of(stored), logits_of(plain))
+    assert torch.equal(*enabled_logits((stored, plain)))
     with pytest.raises(ValueError, match=r"gate_up_proj of FP8Experts is stored as fp8 and must be frozen"):
         stored(draw_tokens(stored))
 

@@ -8,14 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_layers import (
-    BalanceLosses,
-    RoutingReplay,
-    aux_losses,
-    observe,
-    set_aux_loss_scale,
-    update_selection_bias,
-)
+from moe_layers import BalanceLosses, RoutingReplay, aux_losses, observe, set_aux_loss_scale, update_selection_bias
 from moe_layers.integrations.transformers import balance_routing, enable
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 

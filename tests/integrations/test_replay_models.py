@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from moe_layers import BalanceLosses, RoutingReplay, observe
 from moe_layers.integrations.transformers import balance_routing
@@ -24,18 +25,15 @@ def captured(model, run):
 
 
 def random_choices(model, num_tokens, seed=3):
-    """Return a record whose choices are drawn at random."""
+    """Return a record of random choices."""
     generator = torch.Generator().manual_seed(seed)
     own = captured(model, lambda: model(input_ids=draw_tokens(model)))
     num_experts = {name: observer.router.num_experts for name, observer in observe(model).items()}
-    return RoutingReplay(
-        {
-            name: [
-                torch.rand(num_tokens, num_experts[name], generator=generator).argsort(1)[:, : choice.shape[1]].int()
-            ]
-            for name, (choice,) in own.choices.items()
-        }
-    )
+    choices = {}
+    for name, (choice,) in own.choices.items():
+        order = torch.rand(num_tokens, num_experts[name], generator=generator).argsort(1)
+        choices[name] = [order[:, : choice.shape[1]].int()]
+    return RoutingReplay(choices)
 
 
 @pytest.mark.parametrize("model_type", default_tier([*INTERFACE, *REPLACED], MODELS))
@@ -106,7 +104,7 @@ def weights_by_hand(model_type, logits, chosen, router):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_replayed_experts_are_weighed_by_the_models_own_scores(model_type, device):
-    """With their gradients."""
+    """The gradients of the weights agree, too."""
     model = enabled(model_type, device, dtype=torch.float64)
     tokens = draw_tokens(model)
     record = random_choices(model, tokens.numel())
@@ -158,21 +156,16 @@ def test_generated_choices_replay_on_the_whole_sequence(device):
     model = enabled("qwen3_moe", device)
     tokens, mask = padded(model)
     record = RoutingReplay()
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     with record.capture(model):
-        sampled = model.generate(
-            tokens, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, do_sample=False, pad_token_id=0
-        )
+        sampled = model.generate(tokens, attention_mask=mask, **options)
     layers = [
         torch.cat([part.view(len(tokens), -1, part.shape[1]) for part in record.choices[name]], 1) for name in NAMES
     ]
-    rollouts = [
-        array[keep]
-        for array, keep in zip(
-            torch.stack(layers, 2), torch.nn.functional.pad(mask, (0, 4), value=1).bool(), strict=True
-        )
-    ]
-    mask = torch.nn.functional.pad(mask, (0, 5), value=1)
-    rollouts = [rollouts[0], rollouts[1].cpu().numpy()]  # a tensor on the model's device, and an array
+    has_choice = functional.pad(mask, (0, 4), value=1).bool()
+    first, second = (array[keep] for array, keep in zip(torch.stack(layers, 2), has_choice, strict=True))
+    mask = functional.pad(mask, (0, 5), value=1)
+    rollouts = [first, second.cpu().numpy()]  # a tensor on the model's device, and an array
     imported = RoutingReplay.from_rollouts(model, rollouts, attention_mask=mask)
     own = captured(model, lambda: model(input_ids=sampled, attention_mask=mask)).to("cpu")
     for name in NAMES:
@@ -247,104 +240,84 @@ def test_losses_and_statistics_see_the_replayed_choice(device):
         assert statistics.smallest_margin < 0
 
 
+def refused(message):
+    return pytest.raises(ValueError, match=message)
+
+
 class TestRefused:
     def model(self):
         return enabled("qwen3_moe", "cpu")  # 8 experts, 3 per token, 2 layers
 
-    def arrays(self, length=6, layers=2, top_k=3):
-        return [torch.rand(length, layers, 8).argsort(2)[..., :top_k].int()]
+    def array(self, layers=2, top_k=3):
+        return torch.rand(6, layers, 8).argsort(2)[..., :top_k].int()
 
-    def test_another_form(self):
-        model = self.model()
-        for bad, got in (
-            (torch.zeros(4, 2, 3), r"got \[4, 2, 3\] torch.float32 in rollout 0"),
-            (torch.zeros(4, 2).int(), r"got \[4, 2\] torch.int32 in rollout 0"),
+    def test_rollouts_of_other_shapes_and_lengths(self):
+        model, array, form = self.model(), self.array(), r"a rollout must be integers \[sequence, layer, top-k\], got"
+        mask = torch.tensor([[0, 1, 1, 1, 1]])
+        both = {"lengths": [6], "attention_mask": torch.ones(1, 6)}
+        for rollouts, options, message in (
+            ([torch.zeros(4, 2, 3)], {}, rf"{form} \[4, 2, 3\] torch.float32 in rollout 0"),
+            ([torch.zeros(4, 2).int()], {}, rf"{form} \[4, 2\] torch.int32 in rollout 0"),
+            ([], {}, "rollouts must hold a sequence, got none"),
+            ([array, self.array(top_k=2)], {}, r"must have \[2, 3\] layers and experts, got \[2, 2\] in rollout 1"),
+            ([self.array(layers=3)], {}, "must have the model's 2 layers with experts or 2 layers, got 3"),
+            ([self.array(top_k=2)], {}, "model.layers.0.mlp must have 3 experts per token, got 2"),
+            ([array], {"lengths": [5]}, "rollout 0 must have at most the 5 tokens of its sequence, got 6"),
+            ([array], {"attention_mask": mask}, "rollout 0 must have at most the 4 tokens of its sequence, got 6"),
+            ([array], {"attention_mask": torch.ones(2, 6)}, r"attention_mask must be \[B=1, S\], got \[2, 6\]"),
+            ([array], {"lengths": [3, 3]}, "lengths must be 1 numbers, got 2"),
+            ([array], both, "one of attention_mask and lengths must be None, got both"),
         ):
-            with pytest.raises(ValueError, match=rf"a rollout must be integers \[sequence, layer, top-k\], {got}"):
-                RoutingReplay.from_rollouts(model, [bad])
-        with pytest.raises(ValueError, match="rollouts must hold a sequence, got none"):
-            RoutingReplay.from_rollouts(model, [])
-        with pytest.raises(ValueError, match=r"must have \[2, 3\] layers and experts, got \[2, 2\] in rollout 1"):
-            RoutingReplay.from_rollouts(model, self.arrays() + self.arrays(top_k=2))
-
-    def test_another_number_of_layers_or_experts(self):
-        with pytest.raises(ValueError, match="must have the model's 2 layers with experts or 2 layers, got 3"):
-            RoutingReplay.from_rollouts(self.model(), self.arrays(layers=3))
-        with pytest.raises(ValueError, match=r"model.layers.0.mlp must have 3 experts per token, got 2"):
-            RoutingReplay.from_rollouts(self.model(), self.arrays(top_k=2))
+            with refused(message):
+                RoutingReplay.from_rollouts(model, rollouts, **options)
 
     def test_experts_out_of_range_or_twice(self):
-        (array,) = self.arrays()
+        model, array = self.model(), self.array()
         array[2, 1, 0] = 8
-        with pytest.raises(ValueError, match=r"experts of model.layers.1.mlp must be below 8, got 8"):
-            RoutingReplay.from_rollouts(self.model(), [array])
+        with refused("experts of model.layers.1.mlp must be below 8, got 8"):
+            RoutingReplay.from_rollouts(model, [array])
         array[2, 1] = torch.tensor([4, 1, 4])
-        with pytest.raises(ValueError, match=r"experts of a token must differ, got \[4, 1, 4\] in model.layers.1.mlp"):
-            RoutingReplay.from_rollouts(self.model(), [array])
-        model = self.model()
+        with refused(r"experts of a token must differ, got \[4, 1, 4\] in model.layers.1.mlp"):
+            RoutingReplay.from_rollouts(model, [array])
         bad = {name: [torch.full((6, 3), 9, dtype=torch.int32)] for name in NAMES}
-        with pytest.raises(
-            ValueError, match=r"RoutingReplay.replay: experts of model.layers.0.mlp must be below 8, got 9"
-        ):
+        with refused("RoutingReplay.replay: experts of model.layers.0.mlp must be below 8, got 9"):
             RoutingReplay(bad).replay(model).__enter__()
 
-    def test_another_length(self):
-        model, arrays = self.model(), self.arrays()
-        with pytest.raises(ValueError, match="rollout 0 must have at most the 5 tokens of its sequence, got 6"):
-            RoutingReplay.from_rollouts(model, arrays, lengths=[5])
-        with pytest.raises(ValueError, match="rollout 0 must have at most the 4 tokens of its sequence, got 6"):
-            RoutingReplay.from_rollouts(model, arrays, attention_mask=torch.tensor([[0, 1, 1, 1, 1]]))
-        with pytest.raises(ValueError, match=r"attention_mask must be \[B=1, S\], got \[2, 6\]"):
-            RoutingReplay.from_rollouts(model, arrays, attention_mask=torch.ones(2, 6))
-        with pytest.raises(ValueError, match="lengths must be 1 numbers, got 2"):
-            RoutingReplay.from_rollouts(model, arrays, lengths=[3, 3])
-        with pytest.raises(ValueError, match="one of attention_mask and lengths must be None, got both"):
-            RoutingReplay.from_rollouts(model, arrays, lengths=[6], attention_mask=torch.ones(1, 6))
-        record = RoutingReplay.from_rollouts(model, arrays)
-        with (
-            pytest.raises(ValueError, match=r"choice 0 of model.layers.0.mlp must be \[24, 3\], got \[6, 3\]"),
-            record.replay(model),
-        ):
+    def test_forwards_that_differ_from_the_record(self):
+        model = self.model()
+        record = RoutingReplay.from_rollouts(model, [self.array()])
+        with refused(r"choice 0 of model.layers.0.mlp must be \[24, 3\], got \[6, 3\]"), record.replay(model):
             model(input_ids=draw_tokens(model))
-        with pytest.raises(ValueError, match="must run 1 times, as in the record, got one more"), record.replay(model):
+        with refused("must run 1 times, as in the record, got one more"), record.replay(model):
             for _ in range(2):
                 model(input_ids=draw_tokens(model, batch=1, length=6))
-        with (
-            pytest.raises(ValueError, match=r"model.layers.0.mlp must run 1 times, as in the record, got 0"),
-            record.replay(model),
-        ):
+        with refused("model.layers.0.mlp must run 1 times, as in the record, got 0"), record.replay(model):
             pass
 
     def test_other_models(self):
-        record = RoutingReplay.from_rollouts(self.model(), self.arrays())
+        record = RoutingReplay.from_rollouts(self.model(), [self.array()])
         other = build("qwen3_moe", num_hidden_layers=3)
-        with pytest.raises(
-            ValueError, match=r"record must hold the model's routers, got none of \['model.layers.2.mlp'\]"
-        ):
+        with refused(r"record must hold the model's routers, got none of \['model.layers.2.mlp'\]"):
             record.replay(other).__enter__()
-        for call in (record.replay, record.capture, lambda model: RoutingReplay.from_rollouts(model, self.arrays())):
-            with pytest.raises(
-                ValueError, match="the model must have a TopKRouter or MoE blocks of transformers, got none"
-            ):
+        for call in (record.replay, record.capture, lambda model: RoutingReplay.from_rollouts(model, [self.array()])):
+            with refused("the model must have a TopKRouter or MoE blocks of transformers, got none"):
                 call(torch.nn.Linear(2, 2)).__enter__()
 
     def test_two_records_at_once_and_a_part_of_a_model(self):
         model = self.model()
-        record = RoutingReplay.from_rollouts(model, self.arrays())
+        record = RoutingReplay.from_rollouts(model, [self.array()])
         with record.replay(model):
-            with pytest.raises(ValueError, match="must replay one record at a time, got a second one"):
+            with refused("must replay one record at a time, got a second one"):
                 record.replay(model).__enter__()
             model(input_ids=draw_tokens(model, batch=1, length=6))
         part = model.model.layers[0].mlp
         alone = RoutingReplay({"": record.choices[NAMES[0]]})
-        match = "must run once in each forward of its model, got a run outside of one"
-        with pytest.raises(ValueError, match=match), alone.replay(part):
+        with refused("must run once in each forward of its model, got a run outside of one"), alone.replay(part):
             part(torch.zeros(1, 6, 56))
 
     def test_routers_that_choose_in_another_way(self):
         model = enabled("phimoe", "cpu")
         tokens = draw_tokens(model)
         record = captured(model, lambda: model(input_ids=tokens))
-        match = "PhimoeTopKRouter must choose its experts by one top-k of scores"
-        with pytest.raises(ValueError, match=match), record.replay(model):
+        with refused("PhimoeTopKRouter must choose its experts by one top-k of scores"), record.replay(model):
             model(input_ids=tokens)

@@ -13,16 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_layers import clip_grad_norm_, save_communication
+from moe_layers.integrations.transformers import enable, ignore_in_ddp, shard_experts
 
 from ..ops import CountedOps
 from ..processes import make_test
 from ..tiers import slow
-
-transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
-
-from moe_layers.integrations.transformers import enable, ignore_in_ddp, shard_experts  # noqa: E402
-
-from .sharded_models import (  # noqa: E402
+from .models import since_5_23
+from .sharded_models import (
     Case,
     adapted,
     assert_close,
@@ -37,8 +34,12 @@ from .sharded_models import (  # noqa: E402
     whole,
 )
 
-pytestmark = slow  # each process imports transformers
-UNEVEN, EVEN, NO_LABELS = (3, 1, 2, 2), (2, 2, 2, 2), (3, 0, 1, 2)  # sequences of each rank; the first ones are used
+pytestmark = [slow, since_5_23]  # each process imports transformers
+UNEVEN, EVEN, NO_LABELS = (
+    (3, 1, 2, 2),
+    (2, 2, 2, 2),
+    (3, 0, 1, 2),
+)  # numbers of sequences by rank; two ranks use the first two
 STEPS, ACCUMULATED, CLIP, RATE = 3, 2, 5.0, 0.05
 
 
@@ -59,20 +60,19 @@ def assert_same_gradients(model, data, reference, *, average=False):
     assert_close(summed(loss), expected_loss, "loss")
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
-        # A shard is complete. Each rank has the part of its own tokens of all else.
+        # The gradient of a shard is complete. Each rank has only its own tokens' part of every other gradient.
         is_shard = isinstance(gradient, DTensor)
         actual = whole(gradient) * (distributed.get_world_size() if average else 1) if is_shard else summed(gradient)
         assert_close(actual, expected[name], name)
-    if len(own(data)[0]):
-        with torch.no_grad():
+    with torch.no_grad():
+        if len(own(data)[0]):
             assert_close(logits_of(model, *own(data)), logits_of(reference, *own(data)), "logits")
-    else:
-        with torch.no_grad():
+        else:
             loss_of(model, *own(data))
 
 
 def uneven_tokens_and_padding(kind):
-    """Both dispatchers, ranks of different lengths, padding, and a rank without labels."""
+    """Both dispatchers and "auto", ranks of different lengths, padding, and a rank without labels."""
     for dispatcher in ("allgather", "alltoall", "auto"):
         for average, data in ((False, drawn(UNEVEN, pad=4)), (True, drawn(EVEN)), (False, drawn(NO_LABELS))):
             model = sharded(build(kind), dispatcher=dispatcher, average_gradients=average)
@@ -120,8 +120,10 @@ def part_of(step, accumulated):
 
 
 def train(model, backward, clip):
-    """Return the norms of three steps of several accumulated batches. `foreach` is the default on GPUs; it takes no
-    DTensors beside other tensors."""
+    """Return the gradient norms of three steps, each of several accumulated batches.
+
+    `foreach`, the default on GPUs, accepts no DTensors together with other tensors in a group.
+    """
     groups = [[p for p in model.parameters() if isinstance(p, DTensor) == is_shard] for is_shard in (True, False)]
     optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=RATE, momentum=0.9, foreach=True)
     norms = []
@@ -193,7 +195,7 @@ WRAPPINGS = {
 
 
 def three_steps(kind, wrappings=("ddp", "fsdp"), checkpointing=None, compiled=False, **options):
-    """Parameters and norms after three steps with accumulation and clipping, under PyTorch's wrappers.
+    """Compare parameters and norms after three steps with accumulation and clipping, under PyTorch's wrappers.
 
     Args:
         checkpointing: options of checkpointed layers.

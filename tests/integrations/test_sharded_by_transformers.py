@@ -5,15 +5,15 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+import transformers
 from torch import distributed
+
+from moe_layers.integrations.transformers import enable
 
 from ..processes import make_test, shared_folder
 from ..tiers import slow
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from .models import config_of, initialise, model_class_of  # noqa: E402
-from .sharded_models import (  # noqa: E402
+from .models import QUIET, config_of, initialise, model_class_of
+from .sharded_models import (
     Case,
     adapted,
     assert_close,
@@ -57,19 +57,21 @@ def assert_same_gradients(model, kind, data):
         assert_close(whole(gradient), expected[name], name)
 
 
+def assert_same_parameters(model, expected):
+    for name, parameter in model.named_parameters():
+        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+
+
 def lora():
     """Adapters of experts and attention, with and without `enable`. The Trainer averages their gradients."""
-    from moe_layers.integrations.transformers import enable
-
     data, folder = batches((3, 1)), saved(build("qwen3_moe"))
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
     for is_enabled in (False, True):
         model = load(folder)
         if is_enabled:
             enable(model, implementation="reference")
-            with pytest.raises(
-                ValueError, match=r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
-            ):
+            reason = r"got model.layers.0.mlp.experts, which transformers' expert parallelism sharded"
+            with pytest.raises(ValueError, match=reason):
                 shard(model)
         model = adapted(model)
         with pytest.raises(ValueError, match="Qwen3MoeExperts: adapters must be merged into whole experts, got"):
@@ -113,10 +115,8 @@ def train(model):
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
-        use_cpu=here().type == "cpu",
-        disable_tqdm=True,
         seed=7,
+        **QUIET,
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
     trainer.train()
@@ -128,11 +128,9 @@ def trainer():
     """The Trainer on sharded experts against the Trainer on whole ones, by DDP."""
     expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))
     logs = train(expected)
-    actual = train(model)
     assert len(logs) == 3
-    assert_close(actual, logs, "loss and norm")
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+    assert_close(train(model), logs, "loss and norm")
+    assert_same_parameters(model, expected)
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
@@ -144,8 +142,7 @@ def trl():
     options = {"optim": "sgd", "max_grad_norm": 0.0, "seed": 7}
     for part in (expected, model):
         train_by_trl(part, tempfile.mkdtemp(), **options)
-    for name, parameter in model.named_parameters():
-        assert_close(whole(parameter.detach()), expected.get_parameter(name).detach(), name)
+    assert_same_parameters(model, expected)
 
 
 def tensor_parallelism_is_refused():
@@ -183,20 +180,7 @@ def two_copies_of_each_expert():
     assert_same_gradients(load(saved(build("qwen3_moe")), ep_size=2), "qwen3_moe", batches((3, 1, 2, 2)))
 
 
-test_two_processes = make_test(
-    [
-        Case(run)
-        for run in (
-            gradients,
-            lora,
-            saved_again,
-            trainer,
-            trl,
-            tensor_parallelism_is_refused,
-            llama4_is_refused,
-            experts_without_the_interface,
-        )
-    ],
-    2,
-)
+TRAINING = (gradients, lora, saved_again, trainer, trl)
+OTHERS = (tensor_parallelism_is_refused, llama4_is_refused, experts_without_the_interface)
+test_two_processes = make_test([Case(run) for run in (*TRAINING, *OTHERS)], 2)
 test_four_processes = make_test([Case(two_copies_of_each_expert)], 4)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from torch import distributed
 from torch.distributed import checkpoint
@@ -14,23 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from moe_layers.integrations.transformers import reading_shares, save_sharded
+
 from ..processes import make_test, on_cpu, shared_folder
 from ..tiers import slow
-
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-
-from moe_layers.integrations.transformers import reading_shares, save_sharded  # noqa: E402
-
-from .sharded_models import (  # noqa: E402
-    batches,
-    build,
-    here,
-    logits_of,
-    loss_of,
-    saved,
-    sharded,
-    whole,
-)
+from .sharded_models import batches, build, here, logits_of, loss_of, saved, sharded, whole
 
 sharding_utils = pytest.importorskip("transformers.distributed.sharding_utils")
 pytestmark = [
@@ -121,12 +110,11 @@ def measured():
 
 @on_cpu("the peak is that of the host's memory")
 def bytes_and_peak(device):
-    """Each rank reads its share and what is not experts; it holds no more than that, one file and a tenth."""
+    """Each rank reads its share of the experts and all other tensors. It holds at most 1.1 times these and a file."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_hidden_layers": 3}
     model = build("qwen3_moe", torch.float32, **sizes)
-    folder = saved(
-        model, max_shard_size="70MB"
-    )  # more than the copies with which transformers stacks a layer's experts
+    # More than the copies with which transformers stacks a layer's experts.
+    folder = saved(model, max_shard_size="70MB")
     expected = model.state_dict()
     experts = sum(tensor.nbytes for name, tensor in expected.items() if ".experts." in name)
     share = sum(tensor.nbytes for tensor in expected.values()) - experts // 2
@@ -169,9 +157,8 @@ def one_rank_alone(device):
     model, folder = sharded(build("qwen3_moe", torch.float32)), shared_folder()
     if distributed.get_rank() == 0:
         start = time.monotonic()
-        with pytest.raises(
-            ValueError, match=r"save_sharded: all ranks of the group must call it, got no call .* rank 1"
-        ):
+        alone = "save_sharded: all ranks of the group must call it, got no call .* rank 1"
+        with pytest.raises(ValueError, match=alone):
             save_sharded(model, folder, seconds=1.0)
         assert time.monotonic() - start < 10 and not list(folder.iterdir())
     else:
@@ -223,9 +210,8 @@ def checkpoints_without_experts(device):
     """An error on every rank that names the rank and the experts."""
     model = build("gpt_oss", torch.float32)
     del model.model.layers[1].mlp.experts.down_proj_bias
-    with pytest.raises(
-        ValueError, match=r"rank \d: the checkpoint must hold .* model.layers.1.mlp.experts.down_proj_bias"
-    ):
+    missing = r"rank \d: the checkpoint must hold .* model.layers.1.mlp.experts.down_proj_bias"
+    with pytest.raises(ValueError, match=missing):
         load(saved(model))
     model = build("qwen3_moe", torch.float32)
     state = model.state_dict()

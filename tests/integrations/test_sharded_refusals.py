@@ -12,16 +12,15 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from moe_layers.integrations.transformers import disable, enable, reading_shares, save_sharded, shard_experts
+
 from ..processes import gloo_group, make_test, on_cpu
 from ..tiers import slow
+from .models import build as build_any
+from .models import draw_tokens, experts_of, since_5_23, skip_old, step
+from .sharded_models import batches, build, here, logits_of, shard, sharded
 
-transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
-
-from moe_layers.integrations.transformers import disable, enable, reading_shares, save_sharded, shard_experts  # noqa: E402
-
-from .models import build as build_any  # noqa: E402
-from .models import draw_tokens, skip_old, step  # noqa: E402
-from .sharded_models import batches, build, here, logits_of, shard, sharded  # noqa: E402
+pytestmark = since_5_23
 
 
 @pytest.fixture
@@ -64,10 +63,9 @@ def test_zero_experts_are_refused(mesh, zero_experts):
 def test_weights_of_bitsandbytes_are_refused(mesh):
     replace = pytest.importorskip("bitsandbytes.nn.parametrize").replace_parameter_4bit
     model = build_any("qwen3_moe")
-    for name, module in model.named_modules():
-        if name.endswith(".experts"):
-            replace(module, "gate_up_proj")
-            replace(module, "down_proj")
+    for _, experts in experts_of(model):
+        replace(experts, "gate_up_proj")
+        replace(experts, "down_proj")
     enable(model, implementation="reference")
     with pytest.raises(ValueError, match=r"got nf4 .* of model.layers.0.mlp.experts, whose .*; load the model"):
         shard_experts(model, mesh)
@@ -89,7 +87,7 @@ def test_the_report_and_what_a_sharded_model_refuses(mesh, tmp_path):
 
 @contextmanager
 def refused(message, kind=ValueError):
-    """Expect an error soon enough that no rank seems to hang."""
+    """Expect an error within 20 seconds, so that no rank seems to hang."""
     start = time.monotonic()
     with pytest.raises(kind, match=message):
         yield
@@ -209,11 +207,8 @@ def problems_of_one_rank(device):
         model, options = (model, options) if rank else (enabled(), {})
         with refused(f"shard_experts: rank 1: {message}"):
             shard(model, **options)
-    model = enabled()
-    with (
-        unchanged(model),
-        refused("no call within 1 seconds from rank 1" if rank == 0 else "'other'", (ValueError, KeyError)),
-    ):
+    model, message = enabled(), "no call within 1 seconds from rank 1" if rank == 0 else "'other'"
+    with unchanged(model), refused(message, (ValueError, KeyError)):
         mesh = init_device_mesh(here().type, (2,), mesh_dim_names=("ep",))
         shard_experts(model, mesh["other" if rank else "ep"], seconds=1.0)
 
@@ -227,14 +222,11 @@ def zero_experts(device):
 
 def configurations_that_disagree(device):
     rank = distributed.get_rank()
+    rope = {"rope_type": "default", "rope_theta": 10.0 + rank}
     for model, options, message in (
         (enabled(num_experts_per_tok=2 + rank), {}, "config.num_experts_per_tok, got 2 on rank 0 and 3 on rank 1"),
         (enabled(norm_topk_prob=bool(rank)), {}, "config.norm_topk_prob, got False on rank 0 and True on rank 1"),
-        (
-            enabled(rope_parameters={"rope_type": "default", "rope_theta": 10.0 + rank}),
-            {},
-            "config.rope_p.*_theta, got",
-        ),
+        (enabled(rope_parameters=rope), {}, "config.rope_p.*_theta, got"),
         (enabled(num_experts=8 + 2 * rank), {}, "model.layers.0.mlp.experts, got 8 experts, gate_up_proj"),
         (enabled(num_hidden_layers=2 + rank), {}, "config.num_hidden_layers, got 2 on rank 0 and 3 on rank 1"),
         (enabled().float() if rank else enabled(), {}, "model.layers.0.mlp.experts, got 8 experts, .*float64.*float32"),

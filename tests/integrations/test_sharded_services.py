@@ -11,16 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from moe_kernels.runtime.pytorch import is_in_backward
 from moe_layers import BalanceLosses, RoutingReplay, observe, save_routing, update_selection_bias
+from moe_layers.integrations.transformers import balance_routing, enable, reading_shares, save_sharded
 from moe_layers.parallel.alltoall import AllToAllDispatcher
 
 from ..processes import make_test, shared_folder
 from ..tiers import slow
-
-transformers = pytest.importorskip("transformers", minversion="5.23", reason="tested with transformers 5.23")
-
-from moe_layers.integrations.transformers import balance_routing, enable, reading_shares, save_sharded  # noqa: E402
-
-from .sharded_models import (  # noqa: E402
+from .models import since_5_23
+from .sharded_models import (
     all_in_float64,
     assert_close,
     batches,
@@ -34,7 +31,7 @@ from .sharded_models import (  # noqa: E402
     whole,
 )
 
-pytestmark = slow  # each process imports transformers
+pytestmark = [slow, since_5_23]  # each process imports transformers
 
 
 def enabled(model, **options):
@@ -89,10 +86,8 @@ def mxfp4_and_adapters(device):
     assert_same_steps(*models)
     with pytest.raises(ValueError, match=r"save_sharded: rank \d: adapters must be unloaded"):
         save_sharded(stored, actual)
-    with (
-        reading_shares(init_device_mesh(here().type, (2,))),
-        pytest.raises(ValueError, match="must not be quantised, got Gp"),
-    ):
+    mesh = init_device_mesh(here().type, (2,))
+    with reading_shares(mesh), pytest.raises(ValueError, match="must not be quantised, got Gp"):
         load_stored()
 
 
@@ -105,9 +100,8 @@ def fp8_precision(device):
 
 def kernels(device):
     """All dispatchers with kernels, here in the interpreter."""
-    sizes = {"num_hidden_layers": 1}
     for dispatcher in ("alltoall", "allgather", "overlapped"):
-        model, reference = (build("gpt_oss", torch.float32, **sizes) for _ in range(2))
+        model, reference = (build("gpt_oss", torch.float32, num_hidden_layers=1) for _ in range(2))
         enabled(model, implementation="triton")
         shard(model, dispatcher=dispatcher, average_gradients=False, chunks=2)
         assert_same_steps(model, reference, (1, 1))

@@ -172,9 +172,8 @@ def test_experts_without_their_router_are_refused(device):
 def test_tokens_that_the_mask_does_not_cover_are_refused():
     forward = ModelForward(torch.nn.Identity(), {"attention_mask": torch.ones(5, 4)})
     for num_tokens in (21, 25):
-        with pytest.raises(
-            ValueError, match=rf"tokens of a.gate must be those of attention_mask \[5, 4\], got {num_tokens}"
-        ):
+        message = rf"tokens of a.gate must be those of attention_mask \[5, 4\], got {num_tokens}"
+        with pytest.raises(ValueError, match=message):
             forward.token_mask("a.gate", num_tokens, torch.device("cpu"))
 
 

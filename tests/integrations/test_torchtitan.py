@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ..markdown import blocks_of
 from ..processes import ROOT, make_test
+from .models import assert_close_gradients
 from .sharded_models import whole
 
 pytest.importorskip("torchtitan.models.common.moe", reason="torchtitan is not installed", exc_type=ImportError)
@@ -42,26 +43,30 @@ def make_config(name):
     package = importlib.import_module(f"torchtitan.models.{name}")
     make = package._debugmodel_moe if name == "qwen3" else package._debugmodel
     config = make(attn_backend="flex", moe_comm_backend="standard")
-    layers = config.layers[:2]
-    assert any(layer.moe is not None for layer in layers)
-    for layer in layers:
-        if layer.moe is not None:
-            layer.moe.num_experts = layer.moe.router.num_experts = layer.moe.router.gate.out_features = 4
-            layer.moe.routed_experts.token_dispatcher.num_experts = 4
-            layer.moe.routed_experts.inner_experts.num_experts = 4
-            layer.moe.routed_experts.inner_experts.hidden_dim = 16
-            layer.moe.router.top_k = layer.moe.routed_experts.token_dispatcher.top_k = 2
-    config.layers = layers
+    config.layers = config.layers[:2]
+    blocks = [layer.moe for layer in config.layers if layer.moe is not None]
+    assert blocks
+    for moe in blocks:
+        router, dispatcher, experts = moe.router, moe.routed_experts.token_dispatcher, moe.routed_experts.inner_experts
+        moe.num_experts = router.num_experts = router.gate.out_features = 4
+        dispatcher.num_experts = experts.num_experts = 4
+        experts.hidden_dim = 16
+        router.top_k = dispatcher.top_k = 2
     return config
 
 
-def make_model(name, target=None, shard=lambda config: None, device="cpu"):
+def override(config, *imports):
+    """Apply overrides. Return a line about each replaced part."""
     from torchtitan.config.override import OverrideConfig, apply_overrides
 
+    return apply_overrides(OverrideConfig(imports=list(imports)), config)
+
+
+def make_model(name, target=None, shard=lambda config: None, device="cpu"):
     config = make_config(name)
     shard(config)
     if target is not None:
-        lines = apply_overrides(OverrideConfig(imports=[f"{TARGET}.{target}"]), config)
+        lines = override(config, f"{TARGET}.{target}")
         assert len(lines) == sum(layer.moe is not None for layer in config.layers)
     torch.manual_seed(0)
     model = config.build().to(device)
@@ -70,11 +75,7 @@ def make_model(name, target=None, shard=lambda config: None, device="cpu"):
 
 
 def train(model):
-    from torchtitan.components.optimizer import (
-        LRSchedulersContainer,
-        default_adamw,
-        register_moe_load_balancing_hook,
-    )
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 
     # As `config_registry.py` of both models, which imports more packages than there are.
     optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
@@ -135,13 +136,12 @@ def test_initialisation_is_that_of_torchtitan():
 
 
 def test_shardings_of_gate_and_up_become_one():
+    import spmd_types as spmd
     from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 
     from moe_layers.integrations import torchtitan as door
 
     config = make_config("qwen3").layers[0].moe
-    import spmd_types as spmd
-
     layout = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
     set_moe_sharding_config(config, enable_ep=True, enable_sp=True, expert_param_layout=layout)
     routed = door.moe(config).routed_experts
@@ -152,7 +152,7 @@ def test_shardings_of_gate_and_up_become_one():
 
 
 def test_another_dispatcher_keeps_its_steps():
-    """As with expert parallelism: torchtitan's dispatcher around these experts gives the same."""
+    """torchtitan's dispatcher around these experts, as with expert parallelism, gives the same."""
     from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
     layer = make_model("qwen3", "moe").layers["0"].moe
@@ -240,10 +240,7 @@ def compare_parallel(device, tensor_parallel, expert_parallel):
             assert ours.layers["0"].moe.routed_experts.is_local == (expert_parallel == 1)
         logits, gradients = step_on_ranks(ours, dims, device)
         torch.testing.assert_close(logits, expected[0], rtol=1e-5, atol=1e-5)
-        assert gradients.keys() == expected[1].keys()
-        for name, gradient in expected[1].items():
-            size = gradient.abs().max().item()
-            torch.testing.assert_close(gradients[name], gradient, rtol=0.0, atol=1e-5 * size + 1e-7, msg=name)
+        assert_close_gradients(gradients, expected[1], 1e-5, smallest=1e-7)
 
 
 def fsdp(device):
@@ -266,36 +263,33 @@ test_two_processes = make_test([fsdp, fsdp_and_expert_parallel, tensor_parallel,
 
 
 def test_the_command_of_the_guide():
-    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+    from torchtitan.config.override import parse_cli_imports
 
     blocks = blocks_of(ROOT / "docs" / "guides" / "frameworks.md")
     words = next(block.text for block in blocks if "--override.imports" in block.text).split()
     config = make_config("qwen3")
-    apply_overrides(OverrideConfig(imports=parse_cli_imports(words[words.index("--override.imports") + 1 :])), config)
+    override(config, *parse_cli_imports(words[words.index("--override.imports") + 1 :]))
     assert all(type(layer.moe.routed_experts).__qualname__ == "FusedRoutedExperts.Config" for layer in config.layers)
 
 
 @pytest.mark.parametrize("target", ["moe", "grouped_experts"])
 def test_other_experts_are_refused(target):
     """Also where other layers hold the usual experts."""
-    from torchtitan.config.override import OverrideConfig, apply_overrides, derive
+    from torchtitan.config.override import derive
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
     config = make_config("qwen3")
     routed = config.layers[1].moe.routed_experts
     routed.inner_experts = derive(routed.inner_experts, GptOssGroupedExperts.Config)
     with pytest.raises(ValueError, match=rf"{target}: .* must be .*GroupedExperts, got .*GptOssGroupedExperts\.Config"):
-        apply_overrides(OverrideConfig(imports=[f"{TARGET}.{target}"]), config)
+        override(config, f"{TARGET}.{target}")
 
 
 @pytest.mark.parametrize("first", ["moe", "grouped_experts"])
 def test_another_override_of_the_experts_is_refused(first):
     """By torchtitan, which names both."""
-    from torchtitan.config.override import OverrideConfig, apply_overrides
-
-    others = [f"{TARGET}.{first}", "torchtitan.overrides.fused_swiglu.fused_grouped_experts"]
     with pytest.raises(ValueError, match=rf"(?s)integrations.torchtitan.{first}.*fused_swiglu|fused_swiglu.*{first}"):
-        apply_overrides(OverrideConfig(imports=others), make_config("qwen3"))
+        override(make_config("qwen3"), f"{TARGET}.{first}", "torchtitan.overrides.fused_swiglu.fused_grouped_experts")
 
 
 def test_another_version_is_refused_by_name(monkeypatch):

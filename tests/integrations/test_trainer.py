@@ -12,7 +12,7 @@ from moe_layers.checkpoint.model.repair import repair
 from moe_layers.integrations.transformers import enable as enable_with
 
 from ..checkpoint.golden import FASTEST
-from .models import assert_same_bits, build
+from .models import QUIET, assert_same_bits, build
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and accelerate warn about their own deprecations
@@ -27,11 +27,13 @@ def trainer_of(model, directory, **options):
     arguments = transformers.TrainingArguments(
         str(directory),
         per_device_train_batch_size=2,
-        report_to=[],
-        disable_tqdm=True,
         logging_strategy="no",
         lr_scheduler_type="constant",
-        **{"max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, "use_cpu": not torch.cuda.is_available(), **options},
+        max_steps=4,
+        save_steps=2,
+        learning_rate=1e-2,
+        **QUIET,
+        **options,
     )
     return transformers.Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4])
 

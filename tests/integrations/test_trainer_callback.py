@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+import transformers
 
 from moe_layers import BalanceLosses
 from moe_layers.integrations.transformers import RoutingCallback, balance_routing
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
+from .models import QUIET
 from .test_statistics import enabled
 
-transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 STEPS, BATCH, LENGTH = 4, 2, 6
@@ -17,24 +18,17 @@ STEPS, BATCH, LENGTH = 4, 2, 6
 
 def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
     model = enabled(model_type, "cpu").train()
-    settings = {
-        "max_steps": STEPS,
-        "logging_steps": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        **settings,
-    }
+    settings = {"max_steps": STEPS, "logging_steps": 2, "learning_rate": 1e-3, **settings}
     arguments = transformers.TrainingArguments(
         output_dir=str(tmp_path),
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
         seed=3,
         per_device_train_batch_size=batch,
         per_device_eval_batch_size=BATCH,
         save_strategy="no",
+        lr_scheduler_type="constant",
         optim="sgd",
         max_grad_norm=0.0,
+        **QUIET,
         **settings,
     )
     rows = torch.randint(1, model.config.vocab_size, (64, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -42,12 +36,17 @@ def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
     return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
 
 
+def train(trainer, *callbacks):
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    trainer.train()
+
+
 def test_logs_statistics_of_the_steps_since_the_last_log(tmp_path):
-    """Gradient accumulation and evaluations in between: only training forwards count."""
+    """Only training forwards count, with gradient accumulation and with evaluations in between."""
     trainer = make_trainer("qwen3_moe", tmp_path, gradient_accumulation_steps=3, eval_strategy="steps", eval_steps=1)
     callback = RoutingCallback(trainer, plot=tmp_path / "plots" / "load.png")
-    trainer.add_callback(callback)
-    trainer.train()
+    train(trainer, callback)
     logged = [entry for entry in trainer.state.log_history if "routing/entropy" in entry]
     assert [entry["step"] for entry in logged if {"loss", "learning_rate"} <= entry.keys()] == [2, 4]
     assert len(logged) == 2
@@ -85,15 +84,12 @@ class Reporter(transformers.TrainerCallback):
     ids=["steps", "epoch", "no"],
 )
 def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
-    """Also logs that the callback cannot foresee at the end of a step, and for callbacks on both sides of it."""
+    """The callback cannot foresee some logs at the end of a step. Callbacks before and after it see the same logs."""
     trainer = make_trainer("qwen3_moe", tmp_path, **settings)
     trainer.train_dataset = trainer.train_dataset[: STEPS * BATCH]  # one epoch
     before, after = Reporter(), Reporter()
-    trainer.add_callback(before)
     callback = RoutingCallback(trainer, per_layer=False)
-    trainer.add_callback(callback)
-    trainer.add_callback(after)
-    trainer.train()
+    train(trainer, before, callback, after)
     slots = BATCH * LENGTH * trainer.model.config.num_experts_per_tok
     assert [load["model.layers.0.mlp"].sum().item() for load in callback.loads] == [
         slots * (step - last) for last, step in zip([0, *steps], steps, strict=False)
@@ -119,9 +115,7 @@ def test_logs_of_others_stay_as_they_are(tmp_path):
             trainer.log({"other": 1.0})
 
     trainer.__class__ = Own
-    trainer.add_callback(Other())
-    trainer.add_callback(RoutingCallback(trainer))
-    trainer.train()
+    train(trainer, Other(), RoutingCallback(trainer))
     assert own == ["other", "other", "grad_norm"] * 2 + ["total_flos"]
     trainer.log({"loss": 1.0})
     assert not [name for name in trainer.state.log_history[-1] if name.startswith("routing/")]
@@ -131,8 +125,7 @@ def test_statistics_of_every_second_step(tmp_path):
     trainer = make_trainer("qwen3_moe", tmp_path)
     trainer.args.logging_steps = trainer.state.logging_steps = 1
     callback = RoutingCallback(trainer, every=2)
-    trainer.add_callback(callback)
-    trainer.train()
+    train(trainer, callback)
     slots = BATCH * LENGTH * trainer.model.config.num_experts_per_tok
     assert [load["model.layers.0.mlp"].sum().item() for load in callback.loads] == [slots] * 2
     assert callback.steps == [1, 3]
@@ -144,8 +137,7 @@ def test_updates_the_selection_bias_after_each_optimizer_step(tmp_path):
     trainer = make_trainer("deepseek_v3", tmp_path, gradient_accumulation_steps=2)
     (router,) = hooked_routers(trainer.model).values()
     before, rate = router.selection_bias.clone(), 0.5
-    trainer.add_callback(RoutingCallback(trainer, bias_rate=rate))
-    trainer.train()
+    train(trainer, RoutingCallback(trainer, bias_rate=rate))
     moved = (router.selection_bias - before) / rate
     torch.testing.assert_close(moved, moved.round(), rtol=0, atol=1e-5)
     assert moved.abs().max() <= STEPS + 1e-5 and moved.any()
@@ -156,9 +148,7 @@ def router_after_one_step(tmp_path, batch, accumulated, callback):
     settings = {"gradient_accumulation_steps": accumulated, "max_steps": 1, "learning_rate": 1.0}
     trainer = make_trainer("qwen3_moe", tmp_path, **settings, batch=batch)
     balance_routing(trainer.model, BalanceLosses(z=0.3))
-    if callback:
-        trainer.add_callback(RoutingCallback(trainer))
-    trainer.train()
+    train(trainer, *([RoutingCallback(trainer)] if callback else []))
     return trainer.model.model.layers[1].mlp.gate.weight.detach().clone()
 
 
@@ -187,7 +177,6 @@ def test_losses_are_scaled_as_the_main_loss(num_tokens, tmp_path):
         if scale is not None:
             trainer.accelerator.scaler = torch.amp.GradScaler(trainer.args.device.type, init_scale=scale)
         balance_routing(trainer.model, BalanceLosses(switch=10.0), num_tokens=num_tokens)
-        trainer.add_callback(RoutingCallback(trainer))
-        trainer.train()
+        train(trainer, RoutingCallback(trainer))
         states.append(trainer.model.state_dict())
     torch.testing.assert_close(states[1], states[0])

@@ -7,7 +7,7 @@ import transformers
 import moe_layers.integrations.transformers as integration
 
 from ..tiers import slow
-from .models import build
+from .models import QUIET, build
 
 pytest.importorskip("trl", reason="needs TRL")
 peft = pytest.importorskip("peft", reason="needs PEFT")
@@ -32,11 +32,9 @@ def train(model, directory, *, peft_config=None, **options):
         per_device_train_batch_size=2,
         max_steps=3,
         learning_rate=1e-2,
-        report_to=[],
-        disable_tqdm=True,
         save_strategy="no",
         bf16=False,
-        use_cpu=not torch.cuda.is_available(),
+        **QUIET,
         **options,
     )
     data = Dataset.from_dict({"text": rows})

@@ -12,7 +12,7 @@ from moe_layers import observe
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import default_tier
-from .models import assert_same_step, build, draw_tokens, skip_old, step
+from .models import assert_same_step, build, check_change, draw_tokens, skip_old, step
 from .test_models import INTERFACE, REPLACED
 
 RANK = 3
@@ -123,10 +123,7 @@ def test_a_hook_on_zero_experts_acts(device):
     for name, module in model.named_modules():
         if name.endswith("identity_expert"):
             module.register_forward_pre_hook(lambda _, args: (args[0] / 2,))
-    tokens = draw_tokens(model)
-    baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
-    enable(model)
-    assert_same_step(step(model, tokens), baseline, exact)
+    check_change(model, enable)
 
 
 def hook_by_accelerate(modules):
@@ -159,18 +156,22 @@ def test_disable_keeps_hooks_around_a_replaced_forward(model_type, device):
     tokens, own = draw_tokens(model), build(model_type, device)
     wanted, ours = own(input_ids=tokens)[0], model(input_ids=tokens)[0]
     calls, remove = hook_by_accelerate(replaced)
-    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == len(replaced)
+
+    def check(expected, num_calls):
+        assert torch.equal(model(input_ids=tokens)[0], expected) and len(calls) == num_calls * len(replaced)
+
+    check(ours, 1)
     enable(part, implementation="reference")
-    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == 2 * len(replaced)
+    check(ours, 2)
     disable(part)
-    assert torch.equal(model(input_ids=tokens)[0], wanted) and len(calls) == 3 * len(replaced)
+    check(wanted, 3)
     enable(part, implementation="reference")
-    assert torch.equal(model(input_ids=tokens)[0], ours) and len(calls) == 4 * len(replaced)
+    check(ours, 4)
     disable(part)
     remove()
-    assert torch.equal(model(input_ids=tokens)[0], wanted) and len(calls) == 4 * len(replaced)
+    check(wanted, 4)
     enable(part, implementation="reference")
-    assert torch.equal(model(input_ids=tokens)[0], ours)
+    check(ours, 4)
     disable(part)
     assert all("forward" not in vars(module) for module in model.modules())
 
@@ -225,14 +226,15 @@ def test_disable_keeps_hooks_around_a_router(device):
     observers = observe(model)
     routers = [module.gate for module in model.modules() if hasattr(module, "gate")]
     calls, remove = hook_by_accelerate(routers)
-    model(input_ids=tokens)
-    assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == 2
+
+    def check(observers, num_calls):
+        model(input_ids=tokens)
+        assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == num_calls
+
+    check(observers, 2)
     disable(model)
-    model(input_ids=tokens)
-    assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == 4
-    again = observe(model)
-    model(input_ids=tokens)
-    assert [observer.read().num_calls for observer in again.values()] == [1, 1] and len(calls) == 6
+    check(observers, 4)
+    check(observe(model), 6)
     remove()
     enable(model)
     disable(model)

@@ -91,10 +91,10 @@ def by_definition(name, routing):
     return sum(token.exp().sum().log() ** 2 for token in logits) / num_tokens
 
 
-def balanced_logits(num_experts, num_tokens, flat=0.0):
+def balanced_logits(num_experts, num_tokens):
     """Return logits where, in each E tokens, experts are chosen equally often per rank with equal mean probability."""
     expert, token = torch.arange(num_experts), torch.arange(num_tokens)
-    return -((expert[None] - token[:, None]) % num_experts).double() * (1 - flat)
+    return -((expert[None] - token[:, None]) % num_experts).double()
 
 
 def balanced_value(name, num_experts):

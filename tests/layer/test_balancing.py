@@ -1,8 +1,7 @@
 """Loss coefficients of the layer, masks, and counts over a step."""
 
 import copy
-import functools
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -26,13 +25,14 @@ from moe_layers import (
 )
 from moe_layers.balance import losses
 
+from .. import layers
 from ..gpu import assert_never_waits
-from ..layers import moe_layer
 from ..tiers import default_tier
 from .balance_cases import count, random_logits, routing_of
 
 ALL = BalanceLosses(switch=0.5, sequence=0.25, global_batch=0.75, importance=0.3, z=0.125)
 BIASED = RouterSpec.ernie()
+make_x = partial(layers.make_x, shape=(3, 6, 16))
 
 
 def make_layer(device, dtype=torch.float32, **options):
@@ -40,11 +40,7 @@ def make_layer(device, dtype=torch.float32, **options):
     # The interpreter is slow: kernels run only on a GPU, or if a test asks for them.
     implementation = "reference" if device == "cpu" else None
     options = {"init_std": 0.3, "implementation": implementation, **options}
-    return moe_layer(16, 8, 5, 2, device=device, dtype=dtype, **options)
-
-
-def make_x(device, shape=(3, 6, 16), seed=1):
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+    return layers.moe_layer(16, 8, 5, 2, device=device, dtype=dtype, **options)
 
 
 def gradients(layer, *calls, scale=1.0):
@@ -55,12 +51,11 @@ def gradients(layer, *calls, scale=1.0):
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def every_loss(routing, accumulated=None):
-    counts = global_expert_counts(routing, accumulated_counts=accumulated)
+def every_loss(routing):
     return (
         0.5 * load_balancing_loss(routing)
         + 0.25 * sequence_load_balancing_loss(routing)
-        + 0.75 * global_load_balancing_loss(routing, counts)
+        + 0.75 * global_load_balancing_loss(routing, global_expert_counts(routing))
         + 0.3 * importance_loss(routing)
         + 0.125 * router_z_loss(routing)
     )
@@ -76,7 +71,6 @@ def test_coefficients_add_the_gradient_of_the_losses(scale, implementation, devi
     if scale is not None:
         set_aux_loss_scale(layer, torch.tensor(scale, device=device))
     y, routing = plain(x, return_routing=True)
-    plain.zero_grad()
     (y.sum() + (1.0 if scale is None else scale) * every_loss(routing)).backward()
     assert torch.equal(layer(x), y)
     actual = gradients(layer, (x, {}))
@@ -126,7 +120,7 @@ def float16_step(layer, x):
 
 
 def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
-    monkeypatch.setattr(losses, "_warn_once", functools.cache(losses._warn_once.__wrapped__))
+    monkeypatch.setattr(losses, "_warn_once", cache(losses._warn_once.__wrapped__))
     x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
     with pytest.warns(RuntimeWarning, match=r"A GradScaler scales the main loss alone: call set_aux_loss_scale\("):
         float16_step(layer, x)
@@ -135,7 +129,7 @@ def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
 
 def test_no_warning_where_nothing_is_scaled(device, monkeypatch):
     """A warning would be an error."""
-    monkeypatch.setattr(losses, "_warn_once", functools.cache(losses._warn_once.__wrapped__))
+    monkeypatch.setattr(losses, "_warn_once", cache(losses._warn_once.__wrapped__))
     x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
     float16_step(copy.deepcopy(layer).eval(), x)
     float16_step(make_layer(device), x)
@@ -193,8 +187,7 @@ def test_the_loss_of_a_transform_is_not_kept(device):
 def test_float16_with_loss_scaling_over_micro_batches(device):
     """A small coefficient's gradient is below float16's smallest number, but survives when scaled by the GradScaler."""
     coefficient, micro_batches = 1e-7, [make_x(device, seed=seed) for seed in range(4)]
-    losses = BalanceLosses(z=coefficient)
-    layer = make_layer(device, torch.float16, balance_losses=losses, implementation="triton")
+    layer = make_layer(device, torch.float16, balance_losses=BalanceLosses(z=coefficient), implementation="triton")
     exact = make_layer(device, implementation="reference").double()
     exact.load_state_dict(layer.state_dict())
     for x in micro_batches:
@@ -222,12 +215,10 @@ def test_float16_with_loss_scaling_over_micro_batches(device):
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
     """A scale of 1 / number of calls equals passing `num_tokens` of all calls."""
-    x = make_x(device, (4, 6, 16))
-    losses = BalanceLosses(sequence=0.25, z=0.125)
-    layer = make_layer(device, balance_losses=losses)
+    x = make_x(device, shape=(4, 6, 16))
+    layer = make_layer(device, balance_losses=BalanceLosses(sequence=0.25, z=0.125))
     expected = gradients(layer, (x, {}))
-    tokens = torch.tensor(24, device=device)
-    for num_tokens in (24, tokens):
+    for num_tokens in (24, torch.tensor(24, device=device)):
         calls = [(part, {"num_tokens": num_tokens}) for part in x.split([1, 3])]
         torch.testing.assert_close(gradients(layer, *calls), expected, rtol=1e-4, atol=1e-5)
     set_aux_loss_scale(layer, torch.tensor(0.5, device=device))
@@ -264,7 +255,7 @@ def test_padding_changes_nothing(options, device):
 
 def test_padding_takes_no_capacity(device):
     layer = make_layer(device, capacity=2)
-    x = make_x(device, (1, 6, 16))
+    x = make_x(device, shape=(1, 6, 16))
     padded = torch.cat([x[:, :1].expand(1, 5, 16), x], dim=1)
     token_mask = torch.arange(11, device=device)[None] >= 5
     y, routing = layer(padded, token_mask=token_mask, return_routing=True)
@@ -438,7 +429,7 @@ def test_sequence_loss_of_a_layer_counts_scores_or_choices(count, router, device
     losses = BalanceLosses(sequence=1.0, count=count)
     torch.manual_seed(0)
     top_k = 5 // router.num_groups if router.num_groups > 1 else 2
-    layer = moe_layer(16, 8, 5, top_k, device=device, init_std=0.3, router=router, balance_losses=losses)
+    layer = layers.moe_layer(16, 8, 5, top_k, device=device, init_std=0.3, router=router, balance_losses=losses)
     layer.router.selection_bias.copy_(torch.tensor([0.0, 0.0, 0.0, 0.0, 9.0], device=device))
     x = make_x(device)
     _, routing = layer(x, return_routing=True)

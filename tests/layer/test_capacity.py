@@ -31,13 +31,11 @@ def expected_slots(experts, weights, length, capacity, by):
 @pytest.mark.parametrize(("num_experts", "top_k"), SIZES)
 @pytest.mark.parametrize("factor", [0.3, 1.0, 1.1])
 def test_drops_whom_the_definition_drops(factor, num_experts, top_k, by, device):
-    layer = make_layer(
-        device, num_experts, top_k, router=RouterSpec.softmax(normalize=False), capacity=CapacityFactor(factor, by)
-    )
-    x = make_x(device)
+    router = RouterSpec.softmax(normalize=False)
+    layer = make_layer(device, num_experts, top_k, router=router, capacity=CapacityFactor(factor, by))
     mask = torch.ones(3, 7, dtype=torch.bool, device=device)
     mask[0, :2] = False
-    _, routing = layer(x, return_routing=True, token_mask=mask)
+    _, routing = layer(make_x(device), return_routing=True, token_mask=mask)
     capacity = -(-Fraction(str(factor)) * 7 * top_k // num_experts)
     expected = expected_slots(routing.choices.tolist(), routing.topk_weights.tolist(), 7, capacity, by)
     assert routing.topk_experts.tolist() == expected
@@ -53,11 +51,11 @@ def test_ties_go_to_the_first(by, device):
     assert routing.topk_experts.view(2, 9, 2).tolist() == [[[0, 1]] * 3 + [[-1, -1]] * 6] * 2
 
 
-@pytest.mark.parametrize(("by", "weight_on_input", "bias"), [("position", False, True), ("weight", True, False)])
-def test_equals_the_dense_formula(by, weight_on_input, bias, device):
+@pytest.mark.parametrize(
+    ("by", "router", "bias"), [("position", RouterSpec(), True), ("weight", RouterSpec.llama4(), False)], ids=str
+)
+def test_equals_the_dense_formula(by, router, bias, device):
     """Check every form of the experts, with rows for the kept slots only."""
-    router = RouterSpec.llama4() if weight_on_input else RouterSpec()
-
     routing = check_equals_dense(device, capacity=CapacityFactor(0.5, by), router=router, bias=bias)
     assert (routing.topk_experts < 0).any()
 

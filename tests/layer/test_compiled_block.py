@@ -69,8 +69,7 @@ def step(run, x, block):
 
 
 def test_sizes_may_be_symbols_from_the_start(device):
-    """The compiler then makes floats of the router's and the activation's settings symbols, too."""
-    torch._dynamo.reset()
+    """With `dynamic=True`, floats in the settings of the router and the activation become symbols, too."""
     block = make_block(device, **FORMS["everything"])
     run = torch.compile(block, dynamic=True, backend="aot_eager", fullgraph=True)
     for length in LENGTHS[:2]:

@@ -216,10 +216,7 @@ def test_every_preset_is_tested():
         *(({name: 0}, f"{name} must be a positive integer, got 0") for name in SIZES),
         ({"top_k": True}, "top_k must be a positive integer, got True"),
         ({"top_k": 7}, "top_k must be in [1, num_experts=6], got 7"),
-        (
-            {"activation": "swish"},
-            "activation must be one of 'swiglu', 'geglu', 'geglu_tanh', and 11 more (all",
-        ),
+        ({"activation": "swish"}, "activation must be one of 'swiglu', 'geglu', 'geglu_tanh', and 11 more (all"),
         ({"activation": None}, "activation must be one of"),
         ({"shared_d_ff": 5, "shared_activation": ["relu"]}, "shared_activation must be one of"),
         ({"router": "softmax"}, "router must be a RouterSpec, got str 'softmax'"),

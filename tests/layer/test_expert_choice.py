@@ -218,7 +218,7 @@ def test_losses_and_counts_of_any_number_of_experts(name, device):
 
 
 def test_expert_choice_keeps_no_more_rows_than_top_k(device):
-    """In addition it keeps [T, E] routing tensors: float weights and scores, int64 indices, two masks, int32 rows."""
+    """Beyond those rows, it keeps [T, E] tensors: float weights and scores, int64 indices, two masks, int32 rows."""
     sizes = {"d_model": 128, "d_ff": 512, "num_experts": 16, "top_k": 2, "device": device, "implementation": "triton"}
     plain = saved_bytes(MoEFeedForward(**sizes), 1024)
     assert saved_bytes(MoEFeedForward(**sizes, assignment=ExpertChoice()), 1024) < plain + 1024 * 16 * 32

@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,19 +11,17 @@ from moe_kernels import RouterSpec
 from moe_layers import BalanceLosses, MoEFeedForward
 from moe_layers.experts.dispatcher import LocalDispatcher
 
+from .. import layers
 from ..dtypes import DTYPES
-from ..layers import moe_layer
 from ..tiers import default_tier
+
+make_x = partial(layers.make_x, shape=(3, 7, 32))
 
 
 def make_layer(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
     options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "init_std": 0.2, **options}
-    return moe_layer(**options, device=device, dtype=dtype)
-
-
-def make_x(device, dtype=torch.float32, shape=(3, 7, 32)):
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
+    return layers.moe_layer(**options, device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize("shape", [(32,), (5, 32), (2, 3, 32), (2, 2, 2, 32), (0, 32), (2, 0, 32)])
@@ -102,7 +101,7 @@ def test_a_router_may_stay_float32(router, implementation, device):
     layer = make_layer(device, DTYPES[-1], router=router, implementation=implementation)
     layer.router.to(torch.float32)
     torch.nn.init.normal_(layer.router.weight)
-    x = make_x(device, DTYPES[-1]).requires_grad_()
+    x = make_x(device, dtype=DTYPES[-1]).requires_grad_()
     y, routing = layer(x, return_routing=True)
     exact = copy.deepcopy(layer).float()
     _, expected = exact(x.detach().float(), return_routing=True)
@@ -118,7 +117,7 @@ def test_a_router_may_stay_float32(router, implementation, device):
 def test_autocast_leaves_float64_alone(latent_dim, device):
     """Float64 stays float64, as for nn.Linear under autocast."""
     layer = make_layer(device, torch.float64, latent_dim=latent_dim, shared_d_ff=16, implementation="reference")
-    x = make_x(device, torch.float64)
+    x = make_x(device, dtype=torch.float64)
     with torch.autocast(device, torch.bfloat16):
         assert functional.linear(x, layer.router.weight).dtype == torch.float64
         assert torch.equal(layer(x), layer(x.clone())) and layer(x).dtype == torch.float64
@@ -129,7 +128,7 @@ def test_autocast_leaves_float64_alone(latent_dim, device):
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # from torch.func.jvp itself
 def test_forward_mode_is_exact_or_an_error(device):
     """The reference has tangents; a kernel that would lose them raises an error."""
-    layer, x = make_layer(device, torch.float64, implementation="reference"), make_x(device, torch.float64)
+    layer, x = make_layer(device, torch.float64, implementation="reference"), make_x(device, dtype=torch.float64)
     step = 1e-6 * torch.ones_like(x)
     tangent = torch.func.jvp(layer, (x,), (step,))[1]
     torch.testing.assert_close(tangent, (layer(x + step) - layer(x - step)) / 2, rtol=1e-3, atol=1e-9)
@@ -154,7 +153,7 @@ def test_forward_mode_is_exact_or_an_error(device):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
 def test_gradients_of_gradients_that_would_be_wrong_are_errors(options, message):
-    layer = moe_layer(32, 16, 4, 2, implementation="reference", **options)
+    layer = layers.moe_layer(32, 16, 4, 2, implementation="reference", **options)
     x = make_x("cpu").requires_grad_()
 
     def gradient(x):
@@ -201,18 +200,16 @@ def test_no_gradient_graph_without_grad(device):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_trains_after_inference_mode(implementation, device):
     """Tensors made in inference mode cannot be used in training, so none may be cached."""
-    layers = [
-        make_layer(device, implementation=implementation, shared_d_ff=40, balance_losses=BalanceLosses(switch=0.1))
-        for _ in range(2)
-    ]
+    options = {"implementation": implementation, "shared_d_ff": 40, "balance_losses": BalanceLosses(switch=0.1)}
+    used, plain = (make_layer(device, **options) for _ in range(2))
     x = make_x(device)
     with torch.inference_mode():
-        y = layers[0](x)
-    for layer in layers:
+        y = used(x)
+    for layer in (used, plain):
         out = layer(x)
         assert torch.equal(out, y)
         out.sin().sum().backward()
-    for a, b in zip(*(layer.parameters() for layer in layers), strict=True):
+    for a, b in zip(used.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
 
 
@@ -243,7 +240,7 @@ def test_bad_x(x, message):
 
 
 def test_a_hook_may_convert_the_tokens():
-    """As FSDP does in front of experts with another dtype."""
+    """FSDP converts them in front of experts with another dtype."""
     layer = make_layer("cpu", implementation="reference")
     layer.experts.register_forward_pre_hook(lambda module, args: (args[0]._replace(tokens=args[0].tokens.float()),))
     assert layer(torch.ones(3, 32, dtype=torch.float16)).dtype == torch.float32
@@ -264,9 +261,8 @@ def test_the_facts_of_a_router_are_fixed():
         make_layer("cpu").router.spec = RouterSpec(scale=2.0)
 
 
-def test_is_a_module_of_modules(device):
+def test_repr_and_copy(device):
     layer = make_layer(device, shared_d_ff=16)
-    assert all(isinstance(part, nn.Module) for part in (layer.router, layer.experts, layer.shared_expert))
     assert "num_experts=6, top_k=2" in repr(layer) and "d_ff=24" in repr(layer)
     copied = copy.deepcopy(layer)
     assert torch.equal(copied(make_x(device)), layer(make_x(device)))
@@ -274,7 +270,7 @@ def test_is_a_module_of_modules(device):
 
 @pytest.mark.parametrize("arguments", [{}, {"return_routing": True}], ids=str)
 def test_another_module_as_the_router_is_refused(arguments):
-    layer = moe_layer(8, 4, 3, 2)
+    layer = layers.moe_layer(8, 4, 3, 2)
     layer.router = nn.Linear(8, 3)
     with pytest.raises(
         ValueError, match=r"MoEFeedForward: router must return a Routing, as TopKRouter does, got Tensor; "

@@ -13,8 +13,8 @@ from moe_layers import LoRA, MoEConfig, MoEFeedForward
 from moe_layers.experts import kept_fp8
 from moe_layers.experts.quantization import quantize_experts_
 
+from .. import layers
 from ..gpu import assert_never_waits, captured
-from ..layers import moe_layer, pickled
 from ..tiers import default_tier
 
 SIZES = (48, 16, 3, 2)
@@ -23,19 +23,18 @@ SIZES = (48, 16, 3, 2)
 def make_layer(device, implementation="triton", seed=0, dtype=torch.float32, precision="fp8", **options):
     torch.manual_seed(seed)
     kind = {"implementation": implementation, "device": device, "dtype": dtype}
-    return moe_layer(*SIZES, init_std=0.3, precision=precision, **options, **kind)
+    return layers.moe_layer(*SIZES, init_std=0.3, precision=precision, **options, **kind)
 
 
 def make_x(device, dtype=torch.float32, num_tokens=9):
-    x = torch.randn(num_tokens, 48, device=device, generator=torch.Generator(device).manual_seed(1))
-    return x.to(dtype).requires_grad_()
+    return layers.make_x(device, (num_tokens, 48), dtype=dtype).requires_grad_()
 
 
-def step(layer, x):
-    """Return the output and all gradients of one step."""
+def step(layer, x, run=None):
+    """Return the output and all gradients of one step of the layer, which `run`, if given, calls."""
     x = x.detach().clone().requires_grad_()
     layer.zero_grad()
-    out = layer(x)
+    out = (layer if run is None else run)(x)
     out.float().square().sum().backward()
     gradients = {name: p.grad for name, p in layer.named_parameters() if p.grad is not None}
     return {"out": out.detach(), "x": x.grad, **gradients}
@@ -53,7 +52,7 @@ def fresh(layer):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The number of weights that were quantised to be kept, and the number of looks for changes."""
+    """Count the weights that are quantised to be kept, and the looks for changes."""
     counts = {"quantize": 0, "look": 0}
 
     def counted(name, function):
@@ -172,7 +171,7 @@ OFTEN = {"sgd", "load", "average", "raw_storage", "one_row", "one_element"}
 
 @pytest.mark.parametrize("change", default_tier(CHANGES, OFTEN))
 def test_forms_are_those_of_the_weights_after_every_change(change, device):
-    """As in a layer that never kept any form."""
+    """A step equals that of a layer that never kept a form."""
     layer, other, x = make_layer(device), make_layer(device, seed=1), make_x(device)
     before = step(layer, x)
     CHANGES[change](layer, other)
@@ -182,7 +181,7 @@ def test_forms_are_those_of_the_weights_after_every_change(change, device):
 
 
 def test_a_storage_that_returns_is_no_kept_one(device):
-    """Other weights at the address of the quantised ones, with the same count of changes."""
+    """Other weights get the address of the quantised ones, and the same count of changes."""
     layer, x = make_layer(device), make_x(device)
     step(layer, x)
     address, shape = layer.experts.w_up.data_ptr(), layer.experts.w_up.shape
@@ -203,7 +202,7 @@ def test_weights_swapped_for_one_call(device):
 
 
 def test_a_pending_backward_keeps_its_forms(device):
-    """As the weights do without FP8: a change between forward and backward is an error of autograd."""
+    """A change of the weights between forward and backward is an error of autograd, as without FP8."""
     layer, x = make_layer(device), make_x(device)
     pending = layer(x)
     layer.load_state_dict(make_layer(device, seed=1).state_dict())
@@ -215,7 +214,7 @@ def test_a_pending_backward_keeps_its_forms(device):
 def test_copies_and_state_hold_no_forms(device):
     layer, x = make_layer(device), make_x(device)
     expected = step(layer, x)
-    for other in (copy.deepcopy(layer), pickled(layer)):
+    for other in (copy.deepcopy(layer), layers.pickled(layer)):
         assert not other.experts.kept_forms._kept
         assert_same(step(other, x), expected)
     assert layer.state_dict().keys() == make_layer(device, precision=None).state_dict().keys()
@@ -234,20 +233,17 @@ def test_precision_may_change_at_any_time(device):
     assert "precision=fp8" in repr(layer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16], ids=str)
-def test_autocast_quantises_what_it_casts(dtype, device, launches):
-    layer, x = make_layer(device), make_x(device)
+def test_autocast_quantises_what_it_casts(device, launches):
+    layer, x, dtype = make_layer(device), make_x(device), torch.float16
     plain = make_layer(device, dtype=dtype)
     plain.load_state_dict(layer.state_dict())
     with torch.autocast(torch.device(device).type, dtype):
-        out = layer(x)
-        assert out.dtype == dtype
-        layer(x)
+        assert layer(x).dtype == layer(x).dtype == dtype
     assert launches["quantize"] == 2
-    logits = {"topk_experts": layer.router(x).topk_experts}
+    choice = {"topk_experts": layer.router(x).topk_experts}
     with torch.autocast(torch.device(device).type, dtype):
-        out = layer(x, **logits)
-    torch.testing.assert_close(out, plain(x.to(dtype), **logits), rtol=0.02, atol=0.02)
+        out = layer(x, **choice)
+    torch.testing.assert_close(out, plain(x.to(dtype), **choice), rtol=0.02, atol=0.02)
 
 
 OPTIONS = [{"recompute": "up"}, {"batch_invariant": True}, {"bias": True}]
@@ -264,11 +260,7 @@ def test_options(options, device):
 def test_checkpointed(device):
     layer, x = make_layer(device), make_x(device)
     expected = step(layer, x)
-    leaf = x.detach().clone().requires_grad_()
-    layer.zero_grad()
-    out = checkpoint(layer, leaf, use_reentrant=False)
-    out.square().sum().backward()
-    assert torch.equal(leaf.grad, expected["x"]) and torch.equal(layer.experts.w_up.grad, expected["experts.w_up"])
+    assert_same(step(layer, x, partial(checkpoint, layer, use_reentrant=False)), expected)
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
@@ -276,11 +268,7 @@ def test_compiled(implementation, device):
     layer, x = make_layer(device, implementation), make_x(device)
     expected = step(layer, x)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    out = compiled(x)
-    torch.testing.assert_close(out, expected["out"])
-    gradient, of_weight = torch.autograd.grad(out.square().sum(), [x, layer.experts.w_up])
-    torch.testing.assert_close(gradient, expected["x"])
-    torch.testing.assert_close(of_weight, expected["experts.w_up"])
+    torch.testing.assert_close(step(layer, x, compiled), expected)
 
 
 def test_saved_bytes_are_those_of_the_layer_without_it(device):

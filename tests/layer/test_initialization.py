@@ -43,10 +43,10 @@ def test_a_reset_draws_as_at_first(device):
     assert_fresh(make_layer(device, init_std=None), std=0.02)  # the default
     layer = make_layer(device)
     assert_fresh(layer)
-    for reset in (layer.reset_parameters, lambda: layer.reset_parameters(0.1)):
+    for arguments, std in (((), 0.3), ((0.1,), 0.1)):
         spoil(layer)
-        reset()
-        assert_fresh(layer, std=0.3 if reset == layer.reset_parameters else 0.1)
+        layer.reset_parameters(*arguments)
+        assert_fresh(layer, std)
 
 
 def test_each_part_resets_itself(device):
@@ -70,9 +70,8 @@ def test_an_assigned_state_dict(dtype, device):
     """Buffers missing in the state dict are made on the parameters' device; balancing works, with a float32 bias."""
     source = make_layer(device).to(dtype)
     layer = make_layer("meta", balance_losses=BalanceLosses(global_batch=0.1))
-    layer.load_state_dict(
-        {name: tensor.to(dtype, copy=True) for name, tensor in source.state_dict().items()}, assign=True
-    )
+    state = {name: tensor.to(dtype, copy=True) for name, tensor in source.state_dict().items()}
+    layer.load_state_dict(state, assign=True)
     assert layer.router.selection_bias.dtype == torch.float32
     assert not layer.router.expert_counts.any()
     x = torch.randn(20, 64, device=device).to(dtype)

@@ -24,7 +24,6 @@ OPTIONS = {
     "groups": {"router": RouterSpec.deepseek_v3(3, 2, scale=2.5)},
 }
 
-
 make_x = partial(assignment_cases.make_x, dtype=torch.float32)
 
 
@@ -39,7 +38,7 @@ def test_equals_the_dense_formula(name, device):
 
 @pytest.mark.parametrize("name", default_tier(OPTIONS, {"plain", "capacity"}))
 def test_the_output_may_change_in_place(name, device):
-    """Like that of nn.Linear, the output is no view, and nothing saves it."""
+    """The output is no view and is not saved for backward, like that of nn.Linear."""
     layer = make_layer(name, device, balance_losses=BalanceLosses(switch=0.1))
     for shape in ((3, 7, 32), (21, 32)):
         x, gradients = make_x(device, shape).requires_grad_(), []
@@ -52,7 +51,7 @@ def test_the_output_may_change_in_place(name, device):
 
 
 def test_zero_experts_return_their_token(device):
-    """With zero weight on the others, the layer is a multiple of the identity, and zero experts are counted."""
+    """Tokens of zero experts alone are multiplied by the sum of their weights. Zero experts are counted."""
     layer = make_layer("zero_experts", device)
     with torch.no_grad():
         layer.router.selection_bias[:6] = -10

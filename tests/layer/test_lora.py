@@ -18,23 +18,22 @@ from moe_layers.experts.grouped import ExpertRows
 from moe_layers.experts.lora import dropout as lora_dropout
 from moe_layers.experts.lora.adapters import ExpertLoRA
 
+from .. import layers
 from ..dtypes import DTYPES
-from ..layers import moe_layer, pickled
 from ..tiers import slow
 from .test_saved_bytes import seen_bytes
 
-SIZES = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2}
+SIZES = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2, "init_std": 0.3}
 FACTORS = ["up_a", "up_b", "down_a", "down_b"]
 
 
 def make_layer(device, implementation="reference", dtype=torch.float32, **options):
     torch.manual_seed(0)
-    return moe_layer(**{**SIZES, "init_std": 0.3, **options}, implementation=implementation, device=device, dtype=dtype)
+    return layers.moe_layer(**{**SIZES, **options}, implementation=implementation, device=device, dtype=dtype)
 
 
 def make_x(device, dtype=torch.float32, num_tokens=9):
-    x = torch.randn(num_tokens, 16, device=device, generator=torch.Generator(device).manual_seed(1))
-    return x.to(dtype).requires_grad_()
+    return layers.make_x(device, (num_tokens, 16), dtype=dtype).requires_grad_()
 
 
 def with_effect(layer, std=0.3):
@@ -45,8 +44,8 @@ def with_effect(layer, std=0.3):
     return layer
 
 
-def adapted(device, *args, lora=None, dtype=torch.float32, **options):
-    layer = make_layer(device, *args, dtype=dtype, **options)
+def adapted(device, *args, lora=None, **options):
+    layer = make_layer(device, *args, **options)
     layer.add_lora(lora or LoRA(3, 6), dtype=None)
     return with_effect(layer)
 
@@ -131,7 +130,7 @@ def test_equals_merged_weights_in_float64(options, device):
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "up"}, {"batch_invariant": True}], ids=str)
 def test_kernels_keep_the_error_budget(options, device):
-    """A wider adapter beside narrower weights, with two adapters active."""
+    """Two adapters are active, in float32 beside weights of a narrower dtype."""
     dtype = DTYPES[-1]
     results = []
     for implementation, kind in (("triton", dtype), ("reference", dtype), ("reference", torch.float64)):
@@ -173,7 +172,7 @@ def test_several_adapters(device):
 
 
 def test_merging_rounds_once_and_can_be_undone(device):
-    """Two merges, one undoing; the merged layer keeps the budget of the adapted one."""
+    """After two merges, the layer keeps the error budget of the adapted one. One call undoes both merges."""
     dtype = torch.float16
     layer = make_layer(device, dtype=dtype)
     base = copy.deepcopy(layer.state_dict())
@@ -309,8 +308,8 @@ def test_autocast(dropout, device):
     """Under autocast a float32 layer computes what it does in autocast's dtype; gradients are float32."""
     layer = adapted(device, lora=LoRA(3, 6, dropout=dropout))
     narrow = copy.deepcopy(layer)
-    for part in (narrow.experts.w_up, narrow.experts.w_down):
-        part.data = part.data.bfloat16()
+    for weight in (narrow.experts.w_up, narrow.experts.w_down):
+        weight.data = weight.data.bfloat16()
     x = make_x(device)
     torch.manual_seed(3)
     with torch.autocast(device, torch.bfloat16):
@@ -343,7 +342,7 @@ def test_state_dict_copies_and_files(device, tmp_path):
     other.add_lora(LoRA(3, 6), dtype=None)
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other(x), layer(x))
-    assert torch.equal(pickled(layer)(x), layer(x))
+    assert torch.equal(layers.pickled(layer)(x), layer(x))
     layer.save_safetensors(tmp_path / "layer.safetensors")
     other.reset_parameters()
     assert not other.experts.lora["default"].up_b.any() and not torch.equal(other(x), layer(x))

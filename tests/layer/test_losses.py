@@ -1,6 +1,7 @@
 """Each loss against its definition, and its documented invariances."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -121,10 +122,7 @@ def test_padding_changes_nothing(name, padding, num_tokens):
     logits = random_logits(15)
     if name == "importance" and not math.isfinite(padding):
         pytest.skip("the softmax behind the routing weights, not the loss, brings NaN into the gradient")
-
-    def loss(routing):
-        return LOSSES[name](routing, num_tokens=num_tokens)
-
+    loss = partial(LOSSES[name], num_tokens=num_tokens)
     value, gradient = with_gradient(loss, logits, sequence_lengths=lengths)
     position = torch.arange(7)
     token_mask = torch.stack([position < 5, position >= 4, position < 7]).flatten()
@@ -140,12 +138,9 @@ def test_padding_changes_nothing(name, padding, num_tokens):
 def test_splitting_between_sequences_changes_nothing(name):
     """Given the total number of tokens, losses and gradients of unequal parts add up to those of the whole."""
     lengths, logits = torch.tensor([5, 3, 7, 9]), random_logits()
+    value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=lengths)
     for num_tokens in (24, torch.tensor(24), torch.tensor([24.0])):
-
-        def loss(routing, num_tokens=num_tokens):
-            return LOSSES[name](routing, num_tokens=num_tokens)
-
-        value, gradient = with_gradient(LOSSES[name], logits, sequence_lengths=lengths)
+        loss = partial(LOSSES[name], num_tokens=num_tokens)
         parts = [
             with_gradient(loss, logits[:8], sequence_lengths=lengths[:2]),
             with_gradient(loss, logits[8:], sequence_lengths=lengths[2:]),
@@ -168,8 +163,7 @@ def test_splitting_matters_where_it_is_documented(name):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_tokens(name):
-    lengths = {"nothing": 6, "empty sequences": torch.tensor([0, 0])}
-    for sequence_lengths in lengths.values():
+    for sequence_lengths in (6, torch.tensor([0, 0])):
         value, gradient = with_gradient(LOSSES[name], random_logits(0), sequence_lengths=sequence_lengths)
         assert value == 0 and gradient.shape == (0, 6)
     nothing_but_padding = torch.zeros(6, dtype=torch.bool)
@@ -195,14 +189,11 @@ def test_slots_beyond_the_capacity_count_as_chosen(name):
     routing = routing_of(random_logits(), sequence_lengths=6)
     dropped = routing.topk_experts.clone()
     dropped[::2] = -1
-    limited = LayerRouting(
-        dropped,
-        routing.topk_weights,
-        routing.logits,
-        count(dropped, 6),
-        routing.topk_experts,
-        routing.tokens_per_expert,
-        sequence_lengths=6,
+    limited = routing._replace(
+        topk_experts=dropped,
+        tokens_per_expert=count(dropped, 6),
+        chosen_experts=routing.topk_experts,
+        chosen_per_expert=routing.tokens_per_expert,
     )
     assert torch.equal(LOSSES[name](limited), LOSSES[name](routing))
 

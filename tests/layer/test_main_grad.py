@@ -26,10 +26,13 @@ def pair(device, **options):
     """Return two equal layers, the second one with `main_grad`."""
     layers = make_layer(device, **options), make_layer(device, **options)
     layers[1].experts.adds_to_main_grad = True
-    for name in WEIGHTS:
-        weight = getattr(layers[1].experts, name)
+    for weight in weights_of(layers[1]):
         weight.main_grad = torch.zeros(weight.shape, device=device)
     return layers
+
+
+def weights_of(layer):
+    return [getattr(layer.experts, name) for name in WEIGHTS]
 
 
 def step(layer, seed, run=None):
@@ -62,7 +65,7 @@ FORMS = {
 
 @pytest.mark.parametrize("form", FORMS)
 def test_main_grad_has_more_bits_than_grad(form, device):
-    """Rounded, it is `grad` bit by bit. All other gradients are the same."""
+    """Rounded to float16, `main_grad` has the bits of `grad`. All other gradients are equal."""
     options, wrap = FORMS[form]
     plain, ours = pair(device, **options)
     inputs = [step(layer, 1, None if wrap is None else wrap(layer)) for layer in (plain, ours)]
@@ -78,7 +81,7 @@ def test_main_grad_has_more_bits_than_grad(form, device):
 
 @pytest.fixture
 def replays(poisoned_memory, monkeypatch):
-    """Poisoned memory switches replays off. The second call is recorded."""
+    """Switch replays on, which poisoned memory switches off, and record the second call."""
     torch.use_deterministic_algorithms(False)
     monkeypatch.setattr(replay, "CALLS_BEFORE_RECORD", 1)
     replay.clear_records()
@@ -88,39 +91,38 @@ def replays(poisoned_memory, monkeypatch):
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_it_accumulates_in_float32(is_transposed, device, replays):
-    """Over passes that run, are recorded and are replayed. The sum in float16 would lose each of them."""
+    """Add the gradients of passes that are launched, recorded and replayed. A sum in float16 would lose them."""
     single, ours = (pair(device)[1] for _ in range(2))
-    for layer in (single, ours):
-        for name in WEIGHTS if is_transposed else ():
-            weight, main_grad = getattr(layer.experts, name), getattr(layer.experts, name).main_grad
-            setattr(layer.experts, name, nn.Parameter(weight.detach().mT.contiguous().mT))
-            getattr(layer.experts, name).main_grad = main_grad
-    sums = {name: torch.zeros_like(getattr(single.experts, name), dtype=torch.float64) for name in WEIGHTS}
-    for name in WEIGHTS:
-        getattr(ours.experts, name).main_grad.fill_(4096)
+    for layer in (single, ours) if is_transposed else ():
+        for name in WEIGHTS:
+            weight = getattr(layer.experts, name)
+            transposed = nn.Parameter(weight.detach().mT.contiguous().mT)
+            transposed.main_grad = weight.main_grad
+            setattr(layer.experts, name, transposed)
+    sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights_of(single)]
+    for weight in weights_of(ours):
+        weight.main_grad.fill_(4096)
     for seed in range(5):
         step(ours, seed)
         step(single, seed)
-        for name, total in sums.items():
-            main_grad = getattr(single.experts, name).main_grad
-            total += main_grad
-            main_grad.zero_()
+        for weight, total in zip(weights_of(single), sums, strict=True):
+            total += weight.main_grad
+            weight.main_grad.zero_()
     assert "replayed" in replay._all[[each.name for each in replay._all].index("fused_experts_gradients")].states()
-    for name, total in sums.items():
+    for weight, total in zip(weights_of(ours), sums, strict=True):
         assert total.abs().max() > 0.5
-        added = getattr(ours.experts, name).main_grad.double() - 4096
+        added = weight.main_grad.double() - 4096
         torch.testing.assert_close(added, total, rtol=0, atol=5 * 2**-12)  # half an ulp of 4096 for each pass
 
 
 def test_checkpointed_layers_add_once(device):
-    """The hooks of saved tensors hold parameters without their attributes."""
+    """Hooks of saved tensors return parameters without their attributes."""
     plain, ours = pair(device)
     for seed in range(2):
         for layer in (plain, ours):
             step(layer, seed, lambda x, layer=layer: checkpoint(layer, x, use_reentrant=False))
-    for name in WEIGHTS:
-        weight = getattr(ours.experts, name)
-        torch.testing.assert_close(weight.main_grad.half(), getattr(plain.experts, name).grad, rtol=2e-3, atol=2e-3)
+    for actual, expected in zip(weights_of(ours), weights_of(plain), strict=True):
+        torch.testing.assert_close(actual.main_grad.half(), expected.grad, rtol=2e-3, atol=2e-3)
 
 
 def test_frozen_weights_need_none(device):
@@ -142,7 +144,7 @@ def test_a_backward_for_other_tensors_adds_nothing(device, replays):
         x = torch.ones(3, 16, device=device, dtype=torch.float16, requires_grad=True)
         torch.autograd.grad(ours(x).sum(), x)
         ours(x).sum().backward(inputs=[x, ours.router.weight])
-        assert not any(getattr(ours.experts, name).main_grad.any() for name in WEIGHTS)
+        assert not any(weight.main_grad.any() for weight in weights_of(ours))
     ours(x).sum().backward(inputs=[ours.experts.w_up])
     assert ours.experts.w_up.main_grad.any() and not ours.experts.w_down.main_grad.any()
     with pytest.raises(ValueError, match=r"torch\.autograd\.grad must not ask for w_up, .* call backward"):
@@ -151,14 +153,12 @@ def test_a_backward_for_other_tensors_adds_nothing(device, replays):
 
 @pytest.mark.parametrize("zeros", [False, True])
 def test_hooks_of_megatron_ignore_what_is_added(zeros, device):
-    """Its DistributedDataParallel sets these attributes, adds other `grad`s itself, and needs some `grad`."""
+    """Megatron's DistributedDataParallel sets these attributes, adds any other `grad` itself, and needs some `grad`."""
     _, ours = pair(device)
-    for name in WEIGHTS:
-        weight = getattr(ours.experts, name)
+    for weight in weights_of(ours):
         weight.grad_added_to_main_grad, weight.zero_out_wgrad = False, zeros
     step(ours, 1)
-    for name in WEIGHTS:
-        weight = getattr(ours.experts, name)
+    for weight in weights_of(ours):
         assert weight.grad_added_to_main_grad and weight.grad is not None and weight.main_grad.any()
         assert not (zeros and weight.grad.any())
 

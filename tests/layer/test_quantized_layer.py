@@ -1,6 +1,7 @@
 """Layers whose expert weights stay quantised: bits, state, conversions, adapters, merging, bad input."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from moe_layers import LoRA
 from moe_layers.experts.quantization import dequantize_experts_, quantize_experts_
 from moe_layers.experts.stored import QuantizedExperts
 
+from .. import layers
 from ..dtypes import DTYPES
-from ..layers import moe_layer, pickled
 from .test_fp8_layer import step
 from .test_lora import with_effect
 from .test_saved_bytes import seen_bytes
@@ -28,7 +29,7 @@ SIZES = {"d_model": 64, "d_ff": 32, "num_experts": 4, "top_k": 2}
 def make_layer(device, format=None, implementation="reference", dtype=torch.float32, **options):
     torch.manual_seed(0)
     kind = {"implementation": implementation, "device": device, "dtype": dtype}
-    layer = moe_layer(**{**SIZES, "init_std": 0.3, **options}, **kind)
+    layer = layers.moe_layer(**{**SIZES, "init_std": 0.3, **options}, **kind)
     if format is not None:
         quantize_experts_(layer, FORMATS_HERE[format])
     return layer
@@ -47,22 +48,18 @@ def dequantized(layer):
 
 
 def make_x(device, dtype=torch.float32):
-    x = torch.randn(9, 64, device=device, generator=torch.Generator(device).manual_seed(1))
-    return x.to(dtype).requires_grad_()
+    return layers.make_x(device, (9, 64), dtype=dtype).requires_grad_()
 
 
 @pytest.mark.parametrize(
     ("format", "implementation"), [*((format, "reference") for format in FORMATS_HERE), ("fp8_small", "triton")]
 )
 def test_a_step_has_the_bits_of_the_dequantised_layer(format, implementation, device, monkeypatch):
-    """tests/unit/experts/test_quantized_experts.py holds the kernels of every format to this."""
+    """tests/unit/experts/test_quantized_experts.py tests the kernels of every format."""
     monkeypatch.setattr(row_products, "MAX_ROWS", 0)  # GEMMs that decode weights add in another order
     layer = with_adapter(make_layer(device, format, implementation, DTYPES[-1]))
-    plain = dequantized(layer)
-    for parameter in (plain.experts.w_up, plain.experts.w_down):
-        parameter.requires_grad_(False)
     x = make_x(device, DTYPES[-1])
-    actual, expected = step(layer, x), step(plain, x)
+    actual, expected = step(layer, x), step(dequantized(layer), x)
     assert len(actual) == 2 + 4
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert expected["out"].any() and expected["x"].any()
@@ -105,7 +102,7 @@ def test_bits_of_another_dtype_are_an_error(assign, device):
 def test_conversions_keep_the_stored_bits(format, device):
     layer = make_layer(device, format)
     stored = layer.experts.w_up.state_dict()
-    for other in (copy.deepcopy(layer).bfloat16(), copy.deepcopy(layer).double(), pickled(layer)):
+    for other in (copy.deepcopy(layer).bfloat16(), copy.deepcopy(layer).double(), layers.pickled(layer)):
         for (name, a), b in zip(other.experts.w_up.state_dict().items(), stored.values(), strict=True):
             assert a.dtype == b.dtype, name
             assert torch.equal(*(bits.flatten().view(torch.uint8) for bits in (a, b))), name
@@ -125,10 +122,8 @@ def test_autocast_computes_in_its_dtype(device):
 def test_dropout_of_adapters(device):
     layer = make_layer(device, "nf4")
     layer.add_lora(LoRA(3, 6, dropout=0.5))
-    plain = dequantized(layer)
-    x = make_x(device)
-    results = []
-    for each in (layer, plain):
+    x, results = make_x(device), []
+    for each in (layer, dequantized(layer)):
         torch.manual_seed(5)
         results.append(each(x))
     assert torch.equal(*results)
@@ -147,27 +142,20 @@ def test_some_experts_of_a_quantised_layer(device):
 def test_saved_bytes_count_no_weight(device):
     layer = with_adapter(make_layer(device, "mxfp4", "triton", DTYPES[-1]))
     x = make_x(device, DTYPES[-1])
-    assert layer.saved_bytes(9) == seen_bytes(layer, x)
-    plain = dequantized(layer)
-    for parameter in plain.experts.parameters():
-        parameter.requires_grad_("lora" in str(parameter))
-    assert layer.saved_bytes(9) <= plain.saved_bytes(9)
+    assert layer.saved_bytes(9) == seen_bytes(layer, x) <= dequantized(layer).saved_bytes(9)
 
 
 def test_the_format_is_named():
-    layer = make_layer("cpu", "mxfp4")
-    assert "weights=mxfp4 (1x32)" in repr(layer.experts) and "QuantizedExperts(mxfp4 (1x32), shape=[4, 64, 64]" in repr(
-        layer
-    )
+    shown = repr(make_layer("cpu", "mxfp4").experts)
+    assert "weights=mxfp4 (1x32)" in shown and "QuantizedExperts(mxfp4 (1x32), shape=[4, 64, 64]" in shown
 
 
 def test_merging_gives_plain_weights_by_default(device):
     layer = with_adapter(make_layer(device, "mxfp4"))
     plain = dequantized(layer)
     assert layer.merge_lora(keep_base=True) == {} and plain.merge_lora() == {}
-    assert torch.equal(layer.experts.w_up, plain.experts.w_up) and torch.equal(
-        layer.experts.w_down, plain.experts.w_down
-    )
+    for name in ("w_up", "w_down"):
+        assert torch.equal(getattr(layer.experts, name), getattr(plain.experts, name))
     layer.unmerge_lora()
     assert isinstance(layer.experts.w_up, QuantizedExperts)
     reference = with_adapter(make_layer(device, "mxfp4"))
@@ -221,14 +209,9 @@ def test_merging_into_the_format_reports_what_survives(device):
         (make_layer, "nvfp4", NotImplementedError, "quantize_experts_: the format 'nvfp4' is not supported"),
         (make_layer, "fp3", ValueError, "quantize_experts_: format must be one of"),
         (make_layer, torch.float8_e4m3fn, ValueError, "format must be one of .*, got torch.float8_e4m3fn"),
-        (lambda device: make_layer(device, d_ff=24), "mxfp4", ValueError, "mxfp4 needs rows of whole blocks of 32"),
-        (lambda device: make_layer(device, d_model=6, d_ff=5), "nf4", ValueError, "nf4 must be whole blocks of 64"),
-        (
-            lambda device: make_layer(device, "fp8"),
-            "fp8",
-            ValueError,
-            "experts must not be quantised yet, got w_up as fp8",
-        ),
+        (partial(make_layer, d_ff=24), "mxfp4", ValueError, "mxfp4 needs rows of whole blocks of 32"),
+        (partial(make_layer, d_model=6, d_ff=5), "nf4", ValueError, "nf4 must be whole blocks of 64"),
+        (partial(make_layer, format="fp8"), "fp8", ValueError, "experts must not be quantised yet, got w_up as fp8"),
         (lambda device: nn.Linear(2, 2), "fp8", ValueError, "the module must hold GroupedExperts, got Linear without"),
     ],
 )
@@ -253,8 +236,7 @@ def test_bad_use(device):
     with pytest.raises(ValueError, match=r"the scales of w_up must be"):
         stale(make_x(device))
     mixed = make_layer(device, "fp8")
-    other = make_layer(device, "int8")
-    mixed.experts.w_down = other.experts.w_down
+    mixed.experts.w_down = make_layer(device, "int8").experts.w_down
     with pytest.raises(ValueError, match=r"fused_experts: .*format"):
         mixed(make_x(device))
     plain = with_adapter(make_layer(device))

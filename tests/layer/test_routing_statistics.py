@@ -91,9 +91,8 @@ def test_equals_loops_over_tokens(name, implementation, device):
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "sparsemixer"])
 def test_margin_of_every_router_is_of_its_own_choice(name, device):
-    """For every selection key, chosen experts have higher keys than the others."""
-    top_k = 3
-    router = TopKRouter(16, 12, top_k, router=SPECS[name], implementation="reference", device=device)
+    """Chosen experts have higher selection keys than the others, for keys of every kind."""
+    router = TopKRouter(16, 12, 3, router=SPECS[name], implementation="reference", device=device)
     torch.manual_seed(0)
     router.reset_parameters(0.3)
     if router.selection_bias is not None:
@@ -105,7 +104,7 @@ def test_margin_of_every_router_is_of_its_own_choice(name, device):
 
 
 def test_margin_of_a_choice_from_excluded_groups(device):
-    """All but one of four experts in two groups are chosen, or one that the router would exclude."""
+    """Experts 2 and 3 form an excluded group, with keys of -inf. One of them, or none, is chosen."""
     spec = RouterSpec(score="sigmoid", num_groups=2, topk_groups=1)
     router = TopKRouter(16, 4, 2, router=spec, device=device)
     logits = torch.tensor([[3.0, 2.0, -1.0, -2.0]], device=device)

@@ -30,7 +30,7 @@ def test_bias_update_is_exact_where_float32_is_not(device):
 
 
 def test_the_bias_may_change_between_forward_and_backward(device):
-    """As by DistributedDataParallel, which copies buffers in each forward, or an update before the last backward."""
+    """DistributedDataParallel copies buffers in each forward, and an update may precede the last backward."""
     layer = make_layer(device, router=BIASED, implementation="triton")
     out = layer(make_x(device))
     update_selection_bias(layer)

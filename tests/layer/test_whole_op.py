@@ -1,4 +1,4 @@
-"""Router, sort and experts as one op, beside the same parts one by one."""
+"""Router, sort and experts as one op, compared with the same parts one by one."""
 
 from functools import partial
 from itertools import product
@@ -27,10 +27,11 @@ from moe_layers.experts.whole_op import runs_as_one_op
 
 from ..dtypes import DTYPES
 from ..gpu import waiting_is_an_error
-from ..layers import moe_layer
 from ..tiers import default_tier
+from . import test_feed_forward
 
 PLAIN = RouterSpec()
+make_layer = partial(test_feed_forward.make_layer, implementation="triton")
 
 
 def one_op(tokens, w_router, w_up, w_down, *biases, top_k, spec=PLAIN):
@@ -102,7 +103,7 @@ def test_dropped_slots_and_nan_rows_add_nothing(device):
 
 @pytest.mark.parametrize(("num_experts", "top_k"), [(1, 1), (6, 6), (37, 3), (512, 10), (4, 0)])
 def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
-    """The router has a one in its expert's column, so every token's gradient is that of its logits."""
+    """The router's weight is the identity, so each token's gradient is that of its logits."""
     generator = torch.Generator().manual_seed(0)
     chosen = torch.rand(33, num_experts, generator=generator).topk(top_k, 1).indices.int().to(device)
     weights, dweights = torch.rand(2, 33, top_k, generator=generator).to(device)
@@ -115,7 +116,7 @@ def test_the_expert_of_each_slot_is_found(num_experts, top_k, device):
 
 
 def test_the_router_needs_no_pass_of_its_own(device, monkeypatch):
-    """The tokens get no gradient through a product with the gradient of all logits."""
+    """The tokens' gradient through the router takes no product with the gradient of all logits."""
     layer, x, needs = make_layer(device), make_x(device), []
     gradients = linear_op.router_gradients
     monkeypatch.setattr(linear_op, "router_gradients", lambda *args: needs.append(args[4]) or gradients(*args))
@@ -131,15 +132,8 @@ def test_never_waits(device):
             one_op(*operands, top_k=2).sum().backward()
 
 
-def make_layer(device, **options):
-    torch.manual_seed(0)
-    options = {"d_model": 32, "d_ff": 24, "num_experts": 6, "top_k": 2, "implementation": "triton", **options}
-    return moe_layer(init_std=0.2, device=device, **options)
-
-
 def make_x(device):
-    x = torch.randn(3, 7, 32, device=device, generator=torch.Generator(device).manual_seed(1))
-    return x.requires_grad_()
+    return test_feed_forward.make_x(device).requires_grad_()
 
 
 def calls_of_the_router(monkeypatch):
@@ -159,7 +153,7 @@ class Noted:
     """An observer that does nothing."""
 
     def add(self, logits, choices, **others):
-        self.logits = logits
+        pass
 
 
 def hooked(part, register):
@@ -188,11 +182,6 @@ def biased(layer):
         nn.init.normal_(bias)
 
 
-def biased_and_frozen(layer):
-    biased(layer)
-    frozen(layer)
-
-
 def adapted(layer, dropout):
     layer.add_lora(LoRA(rank=2, alpha=4, dropout=dropout))
     for parameter in layer.experts.lora.parameters():
@@ -218,7 +207,7 @@ SITUATIONS = {
     "biases": ({"bias": True, "activation": "gpt_oss"}, biased, {}, True),
     "observed": ({}, observed, {}, False),
     "frozen": ({}, frozen, {}, True),
-    "biases_and_frozen": ({"bias": True}, biased_and_frozen, {}, True),
+    "biases_and_frozen": ({"bias": True}, lambda layer: (biased(layer), frozen(layer)), {}, True),
     "other_observer": ({}, noted, {}, False),
     "router_forward": ({}, other_forward("router"), {}, False),
     "experts_forward": ({}, other_forward("experts"), {}, False),
@@ -248,8 +237,6 @@ SITUATIONS = {
     "mask": ({}, None, {"token_mask": torch.ones(3, 7, dtype=torch.bool)}, False),
     "given": ({}, None, {"topk_experts": torch.tensor([[0, 3]] * 21, dtype=torch.int32)}, False),
 }
-
-
 QUICK = {"plain", "biases", "losses", "counted", "returned"}
 
 
@@ -282,7 +269,7 @@ def test_one_op_runs_only_where_nothing_reads_the_routing(name, device, monkeypa
 
 @pytest.mark.parametrize("options", [{}, {"bias": True, "router": RouterSpec(logit_bias=True)}, {"latent_dim": 16}])
 def test_plain_tensors_may_stand_for_parameters(options, device):
-    """As FSDP puts them into modules for the time of a forward."""
+    """FSDP puts plain tensors into modules for the time of a forward."""
     layer, x = make_layer(device, **options), make_x(device)
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -327,7 +314,7 @@ def test_a_captured_forward_may_be_recomputed_outside(context, device):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 def test_compiles_to_few_ops_without_graph_break(device, monkeypatch):
-    """The router's op is apart, because `save_routing` keeps its results."""
+    """The router stays an op of its own, because `save_routing` keeps its results."""
     ops = []
 
     def noted(graph, _):
@@ -341,11 +328,10 @@ def test_compiles_to_few_ops_without_graph_break(device, monkeypatch):
     actual = torch.autograd.grad(compiled(x).sin().sum(), wanted)
     gradients = [f"experts_{part}_gradients" for part in ("hidden", "down", "up")]
     assert ops == [["linear_routing", "fused_experts"], [*gradients, "linear_routing_gradients"]]
-    monkeypatch.setattr(
-        "moe_layers.feed_forward.runs_as_one_op", lambda *_: False
-    )  # the router's gradient is not fused
+    # Compiled code does not fuse the router's gradient.
+    monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
     expected = torch.autograd.grad(layer(x).sin().sum(), wanted)
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_opcheck(device):

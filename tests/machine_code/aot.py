@@ -41,7 +41,7 @@ from .racecheck import warp_specialize_lines
 from .sass import (
     functions_between_multiplications,
     multiply_adds_between_copies,
-    spills_beside_multiplications,
+    spills_in_reductions,
     unordered_accesses,
 )
 from .small_launches import SMALL_LAUNCHES
@@ -89,10 +89,10 @@ def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, obje
 @contextlib.contextmanager
 def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
     """Let CPU tensors stand for tensors of a GPU with this compute capability; nothing is computed inside."""
-    obstacle = mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None)
+    is_fast = cc in float32_products._FAST_FLOAT64
     with (
-        obstacle,
-        mock.patch.object(float32_products, "has_fast_float64", lambda device: cc in float32_products._FAST_FLOAT64),
+        mock.patch("moe_kernels.runtime.dispatch.kernel_obstacle", return_value=None),
+        mock.patch.object(float32_products, "has_fast_float64", return_value=is_fast),
     ):
         yield
 
@@ -132,10 +132,10 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         return activation_gradient_arguments(kernel, form)
     transposed = form == "other"
     operands, design, epilogue = kernel.metadata.operands, kernel.metadata.design, kernel.metadata.epilogue
-    num_rows, size_k, size_n, num_groups = (256, 136, 400, 4) if form == "eights" else (256, 256, 512, 4)
-    num_groups = 31 if form == "offsets" else num_groups
-    # Epilogues in several parts need that many reduction steps.
-    size_k = size_k if epilogue is None else size_k + 512
+    num_rows, num_groups = 256, (31 if form == "offsets" else 4)
+    size_k, size_n = (136, 400) if form == "eights" else (256, 512)
+    if epilogue is not None:
+        size_k += 512  # epilogues in several parts need that many reduction steps
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
     offsets = torch.zeros(num_groups, dtype=torch.int32)
@@ -166,7 +166,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
             b,
             out,
             row_to_token=index if design.gather else None,
-            **({"offsets": torch.zeros(num_groups, dtype=torch.int32)} if form == "offsets" else {"tile_table": table}),
+            **({"offsets": offsets} if form == "offsets" else {"tile_table": table}),
             epilogue=epilogue,
             preactivation=None if epilogue is None else product,
             **optional,
@@ -202,7 +202,7 @@ def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> 
         "unordered": None if lines is None else unordered_accesses(code, lines),
         "functions_between_multiplications": functions_between_multiplications(code),
         "multiply_adds_between_copies": multiply_adds_between_copies(code),
-        "spills_beside_multiplications": 0 if lines is None else spills_beside_multiplications(code),
+        "spills_in_reductions": 0 if lines is None else spills_in_reductions(code),
         **inspect(artifact.compiled),
     }
 
@@ -270,7 +270,7 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
         if metadata.epilogue is None or metadata.operands.A.dtype != torch.bfloat16 or kernel.obstacle is not None:
             continue
         is_tight = isinstance(metadata.design, mk.WarpSpecializedDesign) and metadata.design.tile_shape[1] == 256
-        # The layout of B and a gather change nothing beside the products.
+        # The layout of B and a gather change only the code of the products.
         is_gradient = (
             kernel.arguments_class is ActivationGradientArguments
             and metadata.operands.B.layout == "row"
@@ -295,7 +295,7 @@ def decoding_forms(kernel: Kernel) -> tuple[str, ...]:
     if dtype != torch.bfloat16:
         return ("mxfp4 by column",) if dtype == torch.float16 else ("int8 by column",)
     by_column, by_row = tuple(f"{name} by column" for name in reversed(FORMATS)), tuple(reversed(FORMATS))
-    # Of the smallest tiles, each is chosen for one layout. The largest ones have the fewest spare registers.
+    # Each of the smallest tiles is chosen for one layout. The largest tiles have the fewest spare registers.
     return {(16, 64, 64): by_row, (128, 128, 64): by_column + by_row}.get(tile, by_column)
 
 
@@ -377,12 +377,11 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         # A tile's position depends neither on its width nor on the layout of B.
         walks = wide and takes_bias and operands.B.layout == "column"
         return ("offsets" if walks else first, *extra)
-    if kernel.metadata.operands.A.dtype == torch.float8_e4m3fn:
+    if operands.A.dtype == torch.float8_e4m3fn:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes in the same way.
-    if design.tile_shape not in ((128, 128, 64), (64, 64, 16)) or kernel.metadata.operands.A.dtype == torch.float16:
-        return ("plain",)
-    if kernel.arguments_class is GemmArguments:
+    is_typical = design.tile_shape in ((128, 128, 64), (64, 64, 16)) and operands.A.dtype != torch.float16
+    if not is_typical or kernel.arguments_class is GemmArguments:
         return ("plain",)
     if kernel.arguments_class is WgradArguments:
         return ("plain", "other" if design.gather else "accumulate") if is_bfloat16 else ("plain",)

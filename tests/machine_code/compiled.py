@@ -1,4 +1,4 @@
-"""What compiled code uses: registers, spills, memory, instructions, and patterns that are known to be miscompiled."""
+"""Facts about compiled code: registers, spills, memory, instructions, and patterns that are known to be miscompiled."""
 
 import re
 import subprocess
@@ -10,12 +10,17 @@ import triton
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def disassemble(compiled) -> str:
-    """Return the machine code with source lines."""
+def read_by(tool: str, *options: str, compiled) -> str:
+    """Return what one of NVIDIA's tools prints of the machine code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [BIN / "nvdisasm", "-g", "-c", file.name]
+        command = [BIN / tool, *options, file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def disassemble(compiled) -> str:
+    """Return the machine code with source lines."""
+    return read_by("nvdisasm", "-g", "-c", compiled=compiled)
 
 
 # PTX patterns that known compilers miscompile on Hopper.
@@ -31,10 +36,7 @@ MISCOMPILED = {
 
 def inspect(compiled) -> dict[str, object]:
     """Return registers, spills, shared and scratch memory, instructions, hazards, and accesses of single elements."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
-        command = [BIN / "cuobjdump", "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = read_by("cuobjdump", "-res-usage", compiled=compiled)
     found = re.search(r"REG:(\d+).*?STACK:(\d+).*?LOCAL:(\d+)", usage)
     assert found, usage
     tensor_core = re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.asm["ptx"])

@@ -59,9 +59,10 @@ def only(designs: type[Design] | tuple[type[Design], ...]) -> Iterator[None]:
     def of_these_designs(args=None):
         return get_kernels(args, metadata_filter=lambda metadata: isinstance(metadata.design, designs))
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.dict(selection._selected, clear=True))
-        stack.enter_context(mock.patch.object(selection, "get_kernels", of_these_designs))
+    with (
+        mock.patch.dict(selection._selected, clear=True),
+        mock.patch.object(selection, "get_kernels", of_these_designs),
+    ):
         yield
 
 

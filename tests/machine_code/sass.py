@@ -80,7 +80,7 @@ def unordered_accesses(disassembly: str, lines: set[tuple[str, int]]) -> list[st
     return wrong
 
 
-def spills_beside_multiplications(disassembly: str) -> int:
+def spills_in_reductions(disassembly: str) -> int:
     """Return the local-memory accesses in reduction loops: loops that multiply and contain no other loop.
 
     Raises:
@@ -99,7 +99,7 @@ def spills_beside_multiplications(disassembly: str) -> int:
     ]
     bodies = [texts for texts in bodies if any(map(_MULTIPLICATION.match, texts))]
     if len(bodies) < 2:
-        raise ValueError(f"spills_beside_multiplications: expected a loop of each consumer, got {len(bodies)}")
+        raise ValueError(f"spills_in_reductions: expected a loop of each consumer, got {len(bodies)}")
     return sum(bool(_LOCAL.match(text)) for texts in bodies for text in texts)
 
 

@@ -11,7 +11,7 @@ from ..tiers import slow
 from . import sanitize
 from .racecheck import HOPPER, is_known, parse, warp_specialize_lines
 from .sanitize import only
-from .sass import functions_between_multiplications, spills_beside_multiplications, unordered_accesses
+from .sass import functions_between_multiplications, spills_in_reductions, unordered_accesses
 
 KERNEL = "grouped_gemm_kernel"
 DEF, CALL = sorted(line for _, line in warp_specialize_lines()[KERNEL])
@@ -128,15 +128,26 @@ JUMPS = """
 """
 
 
-@pytest.mark.parametrize("code", [SASS, JUMPS])
+CODES = {"first_jump": SASS, "others_jump": JUMPS}
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_barriers_between_all_accesses(code):
     assert unordered_accesses(code, LINES) == []
 
 
-@pytest.mark.parametrize("address", ["0020", "0040", "0060", "0080", "00a0", "00b0"])
-def test_no_barrier_of_those_that_jump_can_be_missing(address):
-    (barrier,) = (line for line in JUMPS.splitlines() if f"/*{address}*/" in line)
-    assert unordered_accesses(JUMPS.replace(barrier, f"        /*{address}*/ NOP ;"), LINES)
+@pytest.mark.parametrize(
+    ("name", "address"),
+    [
+        *(("first_jump", address) for address in ("0010", "0040", "0070", "00a0", "00b0", "00c0", "00e0")),
+        *(("others_jump", address) for address in ("0020", "0040", "0060", "0080", "00a0", "00b0")),
+    ],
+)
+def test_no_barrier_can_be_missing(name, address):
+    (barrier,) = (line for line in CODES[name].splitlines() if f"/*{address}*/" in line)
+    assert "BAR.SYNC.DEFER_BLOCKING 0x1 ;" in barrier
+    for changed in (f"/*{address}*/ NOP ;", barrier.replace("0x1 ;", "0x1, 0x80 ;")):
+        assert unordered_accesses(CODES[name].replace(barrier, changed), LINES)
 
 
 def test_another_predicate_says_nothing_of_barriers():
@@ -166,15 +177,15 @@ LOOPS = """
 
 
 def test_spills_are_counted_in_steps_alone():
-    assert spills_beside_multiplications(LOOPS) == 0
+    assert spills_in_reductions(LOOPS) == 0
     for address in ("0010", "0060"):
         line = next(line for line in LOOPS.splitlines() if f"/*{address}*/" in line)
-        assert spills_beside_multiplications(LOOPS.replace(line, f"        /*0fff*/ LDL R7, [R1] ;\n{line}")) == 1
+        assert spills_in_reductions(LOOPS.replace(line, f"        /*0fff*/ LDL R7, [R1] ;\n{line}")) == 1
     with pytest.raises(ValueError, match="expected a loop of each consumer, got 1"):
-        spills_beside_multiplications(LOOPS.replace("@P1 BRA `(.L_x_3)", "NOP"))
+        spills_in_reductions(LOOPS.replace("@P1 BRA `(.L_x_3)", "NOP"))
 
 
-# The second exponential stands between two multiplications of a step, the third between two steps.
+# The second exponential is between two multiplications of a step, the third between two steps.
 STEPS = """
         /*0000*/                   MUFU.EX2 R1, R1 ;
         /*0010*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
@@ -187,14 +198,6 @@ STEPS = """
 
 def test_functions_are_counted_within_a_step_alone():
     assert functions_between_multiplications(STEPS) == 1
-
-
-@pytest.mark.parametrize("address", ["0010", "0040", "0070", "00a0", "00b0", "00c0", "00e0"])
-def test_no_barrier_can_be_missing(address):
-    barrier = f"/*{address}*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;"
-    assert barrier in SASS
-    assert unordered_accesses(SASS.replace(barrier, f"/*{address}*/ NOP ;"), LINES)
-    assert unordered_accesses(SASS.replace(barrier, barrier.replace("0x1 ;", "0x1, 0x80 ;")), LINES)
 
 
 def test_another_access_on_the_lines_is_found():

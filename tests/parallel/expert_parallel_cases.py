@@ -211,6 +211,16 @@ def own_data(device, step):
     return (own(tensor, [TOKENS] * distributed.get_world_size()) for tensor in data(device, step))
 
 
+def recorded(make_recorder, layer, x):
+    """Run forward and backward. Return a context manager that recorded the one, and one that recorded the other."""
+    forward, backward = make_recorder(), make_recorder()
+    with forward:
+        y = layer(x)
+    with backward:
+        y.sum().backward()
+    return forward, backward
+
+
 class CollectiveCounter(TorchDispatchMode):
     """Records names and dtypes of the collectives that run inside the context."""
 

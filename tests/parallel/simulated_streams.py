@@ -153,7 +153,7 @@ class Simulation:
             raise threading.BrokenBarrierError
         return [values[rank] for rank in range(len(self.processes))]
 
-    def note(self, what: str, tensor: Tensor, writes: bool, start: int = 0, stop: int | None = None) -> None:
+    def note(self, what: str, tensor: Tensor, writes: bool, start: int, stop: int) -> None:
         """Record an access on the current stream to these bytes of a tensor's memory. The tensor counts as contiguous
         from its first to its last element."""
         stream, storage = self._here.process.stream, tensor.untyped_storage()
@@ -203,7 +203,7 @@ class Simulation:
             yield
 
     def _launch(self, launch: Callable[..., Any], launched: launch.Launch, ready: Any) -> Any:
-        """What changes was written; all else may have been read."""
+        """Note a read of every tensor that the launch gets, and a write of the bytes that it changes."""
         arguments = (getattr(argument, "base", argument) for argument in launched.arguments)
         tensors = [argument for argument in arguments if isinstance(argument, Tensor) and argument.numel()]
         with _disable_current_modes():

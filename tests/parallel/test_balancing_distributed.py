@@ -1,6 +1,7 @@
 """A global batch over two ranks: losses, layers and biases equal those of one rank."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -76,8 +77,7 @@ def layers_equal_one_process(device):
         (later_y.sum() + one(first).sum() + 0.75 * loss).backward()
         return [parameter.grad for parameter in one.parameters()]
 
-    for forward in (layer, lambda x, **facts: checkpoint(copied, x, use_reentrant=False, **facts)):
-        module = layer if forward is layer else copied
+    for module, forward in ((layer, layer), (copied, partial(checkpoint, copied, use_reentrant=False))):
         for part in (first, second):
             forward(part[rank : rank + 1], num_tokens=24).sum().backward()
             carry_expert_counts(module)
@@ -132,6 +132,5 @@ CASES = [
     data_parallel_leaves_counts_alone,
     errors,
 ]
-
 
 test_two_processes = make_test(CASES, 2)

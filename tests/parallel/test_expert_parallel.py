@@ -1,12 +1,12 @@
 """Experts sharded over two ranks compute the same as on one rank: outputs, gradients, errors."""
 
 import copy
+from itertools import product
 from unittest import mock
 
 import pytest
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -20,6 +20,7 @@ from ..processes import eight_gpus, gloo_group, make_test, on_cpu
 from ..tiers import slow
 from .expert_parallel_cases import (
     D_MODEL,
+    KERNELS,
     LENGTHS,
     NUM_EXPERTS,
     STYLES,
@@ -59,7 +60,7 @@ def draw_slots(device, num_tokens, routing):
 
 
 def run_dispatcher(layer, tokens, experts, weights, upstream):
-    """Return the output and the gradients of tokens, weights and every parameter of the experts."""
+    """Return (output, gradients of tokens and of weights), offsets, and gradients of the experts' parameters."""
     layer.zero_grad()
     tokens, weights = tokens.clone().requires_grad_(), weights.clone().requires_grad_()
     logits = tokens.new_zeros(len(tokens), NUM_EXPERTS)
@@ -67,72 +68,66 @@ def run_dispatcher(layer, tokens, experts, weights, upstream):
     out, offsets = pending.wait(), pending.offsets
     (out * upstream).sum().backward()
     gradients = [full(parameter.grad) for parameter in layer.experts.parameters()]
-    return out.detach(), tokens.grad, weights.grad, offsets, *gradients
+    return (out.detach(), tokens.grad, weights.grad), offsets, gradients
 
 
-def compare_dispatchers(device, style, lengths, routing, bitwise, **options):
-    num_tokens, lengths = sum(lengths_of(lengths)), lengths_of(lengths)
-    tokens, upstream = draw(device, num_tokens), draw(device, num_tokens, seed=3)
-    slots = draw_slots(device, num_tokens, routing)
-    one = make_layer(device, bias=True, **options)
-    many = shard_experts(
-        make_layer(device, bias=True, **options), expert_mesh(device), average_gradients=False, **style
-    )
+def compare_dispatchers(device, style, lengths, routing, bitwise=False, **options):
+    lengths = lengths_of(lengths)
+    num_tokens = sum(lengths)
+    experts, weights = draw_slots(device, num_tokens, routing)
+    one, many = (make_layer(device, bias=True, **options) for _ in "ab")
+    shard_experts(many, expert_mesh(device), average_gradients=False, **style)
     dtype = one.experts.w_up.dtype
-    tokens, upstream, slots = tokens.to(dtype), upstream.to(dtype), (slots[0], slots[1].to(dtype))
-    expected = run_dispatcher(one, tokens, *slots, upstream)
-    actual = run_dispatcher(many, *(own(tensor, lengths) for tensor in (tokens, *slots, upstream)))
-    by_token, offsets, parameters = expected[:3], expected[3], expected[4:]
-    expected_here = *(own(tensor, lengths) for tensor in by_token), offsets, *parameters
-    actual = *actual[:3], summed(actual[3]), *actual[4:]
-    for number, (a, b) in enumerate(zip(actual, expected_here, strict=True)):
-        if (bitwise and device.type == "cpu") or number == 3:
+    tokens, upstream = (draw(device, num_tokens, seed).to(dtype) for seed in (1, 3))
+    inputs = tokens, experts, weights.to(dtype), upstream
+    by_token, offsets, gradients = run_dispatcher(one, *inputs)
+    own_by_token, own_offsets, own_gradients = run_dispatcher(many, *(own(tensor, lengths) for tensor in inputs))
+    assert torch.equal(summed(own_offsets), offsets), (style, lengths, routing)
+    expected = [*(own(tensor, lengths) for tensor in by_token), *gradients]
+    for number, (a, b) in enumerate(zip([*own_by_token, *own_gradients], expected, strict=True)):
+        if bitwise and device.type == "cpu":
             assert torch.equal(a, b), (style, lengths, routing, number)
         else:
             assert_close(a, b)
 
 
 def alltoall_is_bitwise_equal(device):
-    for lengths in LENGTHS:
-        for routing in ("spread", "some_dropped"):
-            compare_dispatchers(device, STYLES[0], lengths, routing, bitwise=True)
+    for lengths, routing in product(LENGTHS, ("spread", "some_dropped")):
+        compare_dispatchers(device, STYLES[0], lengths, routing, bitwise=True)
 
 
 def skewed_routing(device):
     """Route all tokens to one expert or rank, leave experts without tokens, and leave slots without experts."""
-    for style in STYLES[:2]:
-        for routing in ("one_expert", "one_process", "some_empty", "all_dropped"):
-            compare_dispatchers(device, style, "even", routing, bitwise=style is STYLES[0])
+    for style, routing in product(STYLES[:2], ("one_expert", "one_process", "some_empty", "all_dropped")):
+        compare_dispatchers(device, style, "even", routing, bitwise=style is STYLES[0])
 
 
 def allgather_equals_one_process(device):
-    for lengths in ("even", "none"):
-        for routing in ("spread", "some_dropped"):
-            compare_dispatchers(device, STYLES[1], lengths, routing, bitwise=False)
+    for lengths, routing in product(("even", "none"), ("spread", "some_dropped")):
+        compare_dispatchers(device, STYLES[1], lengths, routing)
 
 
 def bounded_rows(device):
-    for style in styles():
-        if "max_rows_factor" not in style:
-            continue
-        for lengths in ("even", "none"):
-            for routing in ("spread", "some_empty", "some_dropped", "one_process", "all_dropped"):
-                compare_dispatchers(device, style, lengths, routing, bitwise=False)
+    bounded = [style for style in styles() if "max_rows_factor" in style]
+    routings = ("spread", "some_empty", "some_dropped", "one_process", "all_dropped")
+    for style, lengths, routing in product(bounded, ("even", "none"), routings):
+        compare_dispatchers(device, style, lengths, routing)
 
 
 def chunks_equal_the_whole(device):
     """Chunks equal the whole; with three chunks some are shorter or empty."""
     for style in STYLES[4:6]:
-        for lengths in ("even", "none", *(("one_each_but_the_first",) if style["dispatcher"] == "alltoall" else ())):
-            for routing in ("spread", "some_dropped", "one_expert"):
-                compare_dispatchers(device, style, lengths, routing, bitwise=False)
+        names = ["even", "none"]
+        if style["dispatcher"] == "alltoall":
+            names.append("one_each_but_the_first")
+        for lengths, routing in product(names, ("spread", "some_dropped", "one_expert")):
+            compare_dispatchers(device, style, lengths, routing)
 
 
 def kernels_write_all_that_is_read(device):
     """Kernels read no unwritten memory, which holds NaN in tests, for slots without experts or with remote experts."""
     for style, routing in zip(STYLES[:4], ("some_dropped", "one_process", "one_process", "some_dropped"), strict=True):
-        options = {"implementation": "triton", "dtype": torch.float32}
-        compare_dispatchers(device, style, "even", routing, bitwise=False, **options)
+        compare_dispatchers(device, style, "even", routing, **KERNELS)
 
 
 def reserved_sms_reach_the_kernels(device):
@@ -192,17 +187,16 @@ def compare_layers(name, one, many, style, device):
 
 
 def each_process_keeps_its_experts_only(device):
-    """Each rank holds only its experts in memory, whether they came from the first rank, its own or were never
-    whole."""
+    """Each rank holds only its experts in memory. They come from the first rank, from its own, or were never whole."""
     mesh = expert_mesh(device)
     rank, size = distributed.get_rank(), distributed.get_world_size()
     share = range(rank * NUM_EXPERTS // size, (rank + 1) * NUM_EXPERTS // size)
     expected = make_layer(device).experts.w_up[share.start : share.stop]
-    from_first = parallelize_module(make_layer(device, seed=rank), mesh["ep"], ExpertParallel())
+    from_first = shard_experts(make_layer(device, seed=rank), mesh)
     from_own = parallelize_module(make_layer(device), mesh["ep"], ExpertParallel(), src_data_rank=None)
     kept = make_layer(device)
     kept.keep_local_experts(share)
-    parallelize_module(kept, mesh["ep"], ExpertParallel())
+    shard_experts(kept, mesh)
     for layer in (from_first, from_own, kept):
         local = layer.experts.w_up.to_local()
         assert torch.equal(local, expected)
@@ -210,8 +204,7 @@ def each_process_keeps_its_experts_only(device):
         assert layer.experts.w_up.is_leaf and layer.experts.w_up.requires_grad
     for layer in (from_own, kept):
         assert layer.experts.w_up.to_local().untyped_storage().nbytes() == expected.nbytes
-    meta = make_layer(torch.device("meta"))
-    parallelize_module(meta, mesh["ep"], ExpertParallel())
+    meta = shard_experts(make_layer(torch.device("meta")), mesh)
     meta.to_empty(device=device)
     meta.reset_parameters(0.3)
     assert meta.experts.w_up.to_local().shape == expected.shape
@@ -378,11 +371,9 @@ def test_bad_arguments(options, message):
 def test_a_process_group_of_one_needs_no_other(tmp_path):
     """With one rank, the style computes the same as a layer without it, with either dispatcher."""
     with gloo_group(tmp_path):
-        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         device = torch.device("cpu")
         one = make_layer(device)
         assert isinstance(one.dispatcher, LocalDispatcher)
         x = draw(device, 7)
         for style in STYLES:
-            layer = parallelize_module(make_layer(device), mesh["ep"], ExpertParallel(**style))
-            assert_close(layer(x), one(x))
+            assert_close(sharded_layer(device, style)(x), one(x))

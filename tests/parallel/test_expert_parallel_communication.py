@@ -30,6 +30,7 @@ from .expert_parallel_cases import (
     expert_mesh,
     make_layer,
     own,
+    recorded,
     shard_experts,
     sharded_layer,
 )
@@ -65,10 +66,9 @@ def graphs_capture_bounded_rows(device):
             continue
         layer = sharded_layer(device, style, shared_d_ff=8)
         x = draw(device, 12).requires_grad_()
-        parameters = list(layer.parameters())
 
-        def step(x=x, layer=layer, parameters=parameters):
-            return torch.autograd.grad(layer(x).sin().sum(), [x, *parameters])
+        def step(x=x, layer=layer):
+            return torch.autograd.grad(layer(x).sin().sum(), [x, *layer.parameters()])
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -99,12 +99,7 @@ def no_more_collectives_than_needed(device):
     Backward: per chunk the gradients of outputs, tokens and weights."""
     for style in STYLES:
         layer = sharded_layer(device, style)
-        x = draw(device, 6).requires_grad_()
-        forward, backward = CollectiveCounter(), CollectiveCounter()
-        with forward:
-            loss = layer(x).sum()
-        with backward:
-            loss.backward()
+        recorders = recorded(CollectiveCounter, layer, draw(device, 6).requires_grad_())
         chunks = style.get("chunks", 1)
         expected = {
             "alltoall": [{"all_to_all_single": 1 + 3 * chunks}, {"all_to_all_single": 3 * chunks}],
@@ -113,7 +108,7 @@ def no_more_collectives_than_needed(device):
                 {"all_gather_into_tensor": chunks, "reduce_scatter_tensor": 2 * chunks},
             ],
         }[style["dispatcher"]]
-        for seen, numbers in zip((forward, backward), expected, strict=True):
+        for seen, numbers in zip(recorders, expected, strict=True):
             assert {name: seen.names.count(name) for name in seen.names} == numbers
 
 
@@ -140,32 +135,18 @@ class Order(TorchDispatchMode):
 def communication_overlaps(device):
     """The shared expert runs while outputs are in flight, and in backward while their gradients are. With chunks, one
     chunk is computed while another is in flight."""
-    for dispatcher in ("alltoall", "allgather"):
-        options = {"d_ff": 11, "shared_d_ff": 13, "implementation": "reference"}
-        for chunks in (1, 2):
-            layer = make_layer(device, **options)
-            shard_experts(layer, expert_mesh(device), dispatcher, chunks=chunks)
-            x = draw(device, 6).requires_grad_()
-            forward, backward = (Order({11: "experts", 22: "experts", 13: "shared", 26: "shared"}) for _ in "ab")
-            with forward:
-                y = layer(x)
-            with backward:
-                y.sum().backward()
-            for order in (forward, backward):
-                events = [event for event, _ in itertools.groupby(order.events)]
-                first, last = {
-                    (1, forward): (["start", "wait", "experts"], ["start", "shared", "wait"]),
-                    (1, backward): (["start", "shared", "wait", "experts"], ["start", "wait"]),
-                    (2, forward): (
-                        ["start", "wait", "experts", "start", "wait", "experts"],
-                        ["start", "shared", "wait"],
-                    ),
-                    (2, backward): (
-                        ["start", "shared", "wait", "experts", "start", "wait", "experts"],
-                        ["start", "wait"],
-                    ),
-                }[chunks, order]
-                assert events == first + last, (dispatcher, chunks, events)
+    widths = {11: "experts", 22: "experts", 13: "shared", 26: "shared"}
+    for dispatcher, chunks in itertools.product(("alltoall", "allgather"), (1, 2)):
+        layer = make_layer(device, d_ff=11, shared_d_ff=13, implementation="reference")
+        shard_experts(layer, expert_mesh(device), dispatcher, chunks=chunks)
+        forward, backward = recorded(partial(Order, widths), layer, draw(device, 6).requires_grad_())
+        chunk = ["start", "wait", "experts"]
+        for order, expected in (
+            (forward, [*chunk * chunks, "start", "shared", "wait"]),
+            (backward, ["start", "shared", *chunk[1:], *chunk * (chunks - 1), "start", "wait"]),
+        ):
+            events = [event for event, _ in itertools.groupby(order.events)]
+            assert events == expected, (dispatcher, chunks, events)
 
 
 @on_cpu("on a GPU NCCL's watchdog ends the other ranks")
@@ -227,7 +208,7 @@ def compiled_around_the_dispatcher(device):
     graph."""
     for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
         layer, compiled = (sharded_layer(device, style, shared_d_ff=8) for _ in "ab")
-        graphs = {}  # of what runs, by code: PyTorch may compile a graph twice, and restarts drop graphs
+        graphs = {}  # those that ran, by code: PyTorch may compile a graph twice, and restarts drop graphs
 
         def backend(graph, inputs, graphs=graphs):
             compiled = aot_eager(graph, inputs)

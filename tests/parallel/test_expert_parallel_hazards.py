@@ -171,10 +171,8 @@ def bounds_of_unequal_numbers_of_slots(device):
             if fits:
                 assert_close(many(x), one(x))
                 continue
-            with (
-                CollectiveCounter() as sent,
-                pytest.raises(ValueError, match=r"max_rows_factor=2.0 .* its own slots, here"),
-            ):
+            message = "max_rows_factor=2.0 .* its own slots, here"
+            with CollectiveCounter() as sent, pytest.raises(ValueError, match=message):
                 many(x)
             assert sent.names == ["all_gather_into_tensor"]
 

@@ -26,14 +26,12 @@ def mesh():
 
 
 def even_counts(tensor, num_chunks):
-    """Replace `Tensor.tolist`: return rows of each chunk; or bytes per token, gradients (all but those of shared
-    factors), and each chunk's rows to and from each rank."""
+    """Replace `Tensor.tolist`. A vector holds the rows of each chunk. A matrix has a column per rank, and rows of bytes
+    per token, gradients (all but those of shared factors), and each chunk's rows to and from that rank."""
     rows = TOKENS * TOP_K // num_chunks
-    return (
-        [rows] * len(tensor)
-        if tensor.dim() == 1
-        else [[4 * D_MODEL] * 2, [7] * 2, *([[rows // 2] * 2] * (2 * num_chunks))]
-    )
+    if tensor.dim() == 1:
+        return [rows] * len(tensor)
+    return [[4 * D_MODEL] * 2, [7] * 2, *[[rows // 2] * 2] * (2 * num_chunks)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' ops take tensors without values in the interpreter")

@@ -80,17 +80,17 @@ def tokens_are_sent_in_eight_bits(device):
 
 
 def weights_that_fsdp_gathers(device):
-    """Their storage and their count of changes stay the same from step to step, and no form is kept."""
+    """Storage and version counter of gathered weights stay the same from step to step, so no form of them is kept."""
     one = train(fp8_layer(device), device)
-    for reshard in (True, False):
+    for part, options in (
+        ("experts", {"reshard_after_forward": True}),
+        ("experts", {"reshard_after_forward": False}),
+        ("", {}),  # the layer, which manages its experts
+    ):
         layer = fp8_layer(device)
-        fully_shard(layer.experts, mesh=expert_mesh(device, 1)["efsdp"], reshard_after_forward=reshard)
+        fully_shard(layer.get_submodule(part), mesh=expert_mesh(device, 1)["efsdp"], **options)
         compare(train(layer, device), one, 1e-5)
         assert not layer.experts.kept_forms._kept
-    layer = fp8_layer(device)
-    fully_shard(layer, mesh=expert_mesh(device, 1)["efsdp"])  # the experts are managed by their parent
-    compare(train(layer, device), one, 1e-5)
-    assert not layer.experts.kept_forms._kept
 
 
 def experts_of_several_ranks_that_fsdp_gathers(device):

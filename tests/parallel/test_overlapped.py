@@ -30,20 +30,23 @@ from .expert_parallel_cases import (
     lengths_of,
     make_layer,
     own,
+    recorded,
     shard_experts,
     summed,
 )
 from .test_expert_parallel import LAYERS, compare_dispatchers, compare_layers
 from .test_expert_parallel_training import compare_two_steps
 
-GATHERING = ["overlapped", "allgather"]
-
 
 def make_overlapped(device, style=OVERLAPPED, **options):
-    average_gradients = options.pop("average_gradients", False)
-    return shard_experts(
-        make_layer(device, **KERNELS | options), expert_mesh(device), average_gradients=average_gradients, **style
-    )
+    layer = make_layer(device, **KERNELS | options)
+    return shard_experts(layer, expert_mesh(device), average_gradients=False, **style)
+
+
+def gathering_layers(device, style=OVERLAPPED, **options):
+    """Return a layer with each dispatcher that gathers all tokens."""
+    styles = (style | {"dispatcher": dispatcher} for dispatcher in ("overlapped", "allgather"))
+    return [make_overlapped(device, style, **options) for style in styles]
 
 
 def own_tokens(device, seed=1):
@@ -64,7 +67,7 @@ def assert_equal(actual, expected):
 
 
 def compare(device, lengths, routing, **style):
-    compare_dispatchers(device, OVERLAPPED | style, lengths, routing, bitwise=False, **KERNELS)
+    compare_dispatchers(device, OVERLAPPED | style, lengths, routing, **KERNELS)
 
 
 def any_routing_equals_one_process(device):
@@ -142,8 +145,8 @@ def the_first_chunk_is_the_smallest(device):
 
 
 def compare_dispatchers_that_gather(device, x, style, **options):
-    layer, other = (make_overlapped(device, style | {"dispatcher": kind}, **options) for kind in GATHERING)
-    assert_all_close(*(gradients_of(each, x, each.parameters()) for each in (layer, other)))
+    layers = gathering_layers(device, style, **options)
+    assert_all_close(*(gradients_of(layer, x, layer.parameters()) for layer in layers))
 
 
 def layers_in_sequence(device):
@@ -227,8 +230,7 @@ def backward_runs_twice(device):
 def a_recomputed_choice_has_its_own_gradient(device):
     """Without `save_routing`, the recomputation may choose other experts, and the gradient is theirs."""
     x, results = own_tokens(device).requires_grad_(), []
-    for dispatcher in GATHERING:
-        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+    for layer in gathering_layers(device):
         y = checkpoint(layer, x, use_reentrant=False, determinism_check="none")
         layer.router.weight.data.neg_()
         results.append(torch.autograd.grad(y.sin().sum(), [x, *layer.parameters()]))
@@ -237,8 +239,7 @@ def a_recomputed_choice_has_its_own_gradient(device):
 
 def weights_that_a_hook_changes(device):
     x, results = own_tokens(device).requires_grad_(), []
-    for dispatcher in GATHERING:
-        layer = make_overlapped(device, OVERLAPPED | {"dispatcher": dispatcher})
+    for layer in gathering_layers(device):
         layer.experts.register_forward_pre_hook(
             lambda _, inputs: (inputs[0]._replace(topk_weights=3 * inputs[0].topk_weights),)
         )
@@ -249,8 +250,7 @@ def weights_that_a_hook_changes(device):
 def half_precision(device):
     """Under autocast, results equal those of the other dispatcher that gathers all tokens, except for rounding."""
     x, results = own_tokens(device).requires_grad_(), []
-    for dispatcher in GATHERING:
-        layer = make_overlapped(device, {"dispatcher": dispatcher, "chunks": 2}, bias=True)
+    for layer in gathering_layers(device, {"chunks": 2}, bias=True):
         with torch.autocast(device.type, torch.float16):
             results.append(gradients_of(layer, x, layer.parameters()))
     assert results[0][0].dtype == torch.float16
@@ -261,10 +261,7 @@ def half_precision(device):
 
 def what_kernels_do_not_compute(device):
     """Autocast's dtype decides, not the parameters': the interpreter has no bfloat16."""
-    layers = [
-        shard_experts(make_layer(device, implementation=None, dtype=torch.float32), expert_mesh(device), dispatcher)
-        for dispatcher in GATHERING
-    ]
+    layers = gathering_layers(device, {}, implementation=None)
     with torch.autocast(device.type, torch.bfloat16):
         actual, expected = (layer(own_tokens(device)) for layer in layers)
     assert actual.dtype == torch.bfloat16
@@ -332,11 +329,7 @@ def collectives_are_those_needed(device):
     for d_model, num_pieces, needs_tokens in cases:
         layer = make_overlapped(device, d_model=d_model)
         x = draw(device, 4, width=d_model).float().requires_grad_(needs_tokens)
-        forward, backward = CollectiveCounter(), CollectiveCounter()
-        with forward:
-            loss = layer(x).sum()
-        with backward:
-            loss.backward()
+        forward, backward = recorded(CollectiveCounter, layer, x)
         assert forward.names == [gather] * 4 + [scatter] * (1 + num_pieces)
         assert backward.names == [gather] * 2 + [scatter] * (4 if needs_tokens else 2)
 

@@ -31,8 +31,8 @@ fsdp_of_integers = pytest.mark.skipif(
 FORMATS = [WeightFormat("fp8", (8, 16)), "int8", "nf4"]  # blocks of 128 would be larger than the matrices
 
 
-def quantized(device, format, dtype=torch.float32):
-    layer = make_layer(device, dtype=dtype)
+def quantized(device, format):
+    layer = make_layer(device, dtype=torch.float32)
     quantize_experts_(layer, format)
     layer.add_lora(LoRA(2, 4))
     draw_adapters(layer)

@@ -1,4 +1,4 @@
-"""What the loaders of engines do with a checkpoint's tensors: `load_weights` of vLLM 0.33.0 and SGLang 0.5.23.
+"""Do with a checkpoint's tensors what `load_weights` of vLLM 0.33.0 and SGLang 0.5.23 does.
 
 vLLM and SGLang keep the experts of a layer as `w13_weight` [E, 2F, D] and `w2_weight` [E, D, F]. Per expert, the
 projections gate_proj or w1 and up_proj or w3 go to the halves of `w13_weight`. Packed tensors are transposed where the

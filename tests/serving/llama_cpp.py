@@ -1,7 +1,7 @@
-"""What llama.cpp's converter does with the tensors of a checkpoint, for Qwen3-MoE and gpt-oss.
+"""Do with a checkpoint's tensors what llama.cpp's converter does, for Qwen3-MoE and gpt-oss.
 
 Names come from the `gguf` package, by `get_tensor_name_map`. The converter itself is a script of llama.cpp's repository
-(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py); its steps on experts are repeated here: it
+(https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py). `converted` repeats its steps on experts: it
 stacks the matrices of experts by number, and takes packed tensors of gpt-oss apart.
 """
 

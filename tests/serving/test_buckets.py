@@ -20,6 +20,12 @@ def weights():
     yield "e", torch.randn(3, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
 
 
+def assert_are_weights(found, device="cpu"):
+    for (name, tensor), (expected_name, expected) in zip(found, weights(), strict=True):
+        assert name == expected_name and tensor.device.type == device and tensor.dtype == expected.dtype
+        assert torch.equal(tensor.float().cpu(), expected.float())
+
+
 @pytest.mark.parametrize("checksums", [False, True])
 @pytest.mark.parametrize(("max_bytes", "sizes"), [(1, [1] * 5), (48, [2, 2, 1]), (1 << 20, [5])])
 def test_tensors_survive_in_order(max_bytes, sizes, checksums):
@@ -27,10 +33,7 @@ def test_tensors_survive_in_order(max_bytes, sizes, checksums):
     assert [len(bucket.entries) for bucket in buckets] == sizes or max_bytes == 1
     assert all(bucket.buffer.nbytes <= max_bytes or len(bucket.entries) == 1 for bucket in buckets)
     received = (Bucket(bucket.entries, bucket.buffer.clone()) for bucket in buckets)
-    found = [pair for bucket in received for pair in bucket.unpack()]
-    for (name, tensor), (expected_name, expected) in zip(found, weights(), strict=True):
-        assert name == expected_name and tensor.dtype == expected.dtype
-        assert torch.equal(tensor.float(), expected.float())
+    assert_are_weights([pair for bucket in received for pair in bucket.unpack()])
 
 
 def test_checksum_is_that_of_the_bytes():
@@ -47,17 +50,12 @@ def test_a_changed_byte_is_found():
 
 def broadcast(device):
     """Send weights to the other rank by the lines of the guide."""
-    names = {}
-    exec(
-        next(block.text for block in blocks_of(ROOT / "docs" / "guides" / "serve.md") if "Bucket" in block.text), names
-    )
+    names, blocks = {}, blocks_of(ROOT / "docs" / "guides" / "serve.md")
+    exec(next(block.text for block in blocks if "Bucket" in block.text), names)
     if distributed.get_rank() == 0:
         names["send"](((name, tensor.to(device)) for name, tensor in weights()), 48)
         return
-    found = list(names["receive"](device))
-    for (name, tensor), (expected_name, expected) in zip(found, weights(), strict=True):
-        assert name == expected_name and tensor.device.type == device.type and tensor.dtype == expected.dtype
-        assert torch.equal(tensor.float().cpu(), expected.float())
+    assert_are_weights(list(names["receive"](device)), device.type)
 
 
 test_two_processes = make_test([broadcast], 2)

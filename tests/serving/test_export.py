@@ -1,8 +1,8 @@
-"""What `save_pretrained` of an enabled model and `merge` write is read by llama.cpp's converter and transformers.
+"""llama.cpp's converter and transformers read what `save_pretrained` of an enabled model and `merge` write.
 
     OTHER_TRANSFORMERS=DIR python -m pytest --all tests/serving/test_export.py
 
-also reads it with the transformers in a folder of `pip install --target DIR`, and reads here what that one wrote.
+also exchanges models with another version of transformers, which `pip install --target DIR` wrote to a folder.
 """
 
 import copy
@@ -40,30 +40,29 @@ model.save_pretrained(sys.argv[3])
 """
 
 
-def merged(model_type, tmp_path):
-    """Return an enabled model with adapters, and write base, adapters and their `merge` to folders."""
+def write(model_type, tmp_path):
+    """Write an enabled model with adapters to folders: base, adapters, their `merge`, and what PEFT merges.
+
+    Returns:
+        the model, and PEFT's merged model.
+    """
     model = adapt(build(model_type), lora(target_modules=["q_proj"]))
     enable(model, implementation="reference")
     model.save_pretrained(tmp_path / "adapter")
     copy.deepcopy(model).unload().save_pretrained(tmp_path / "base")
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    return model
-
-
-def exports(model, tmp_path):
-    """Return the tensors of each way to export a model with adapters."""
-    copy.deepcopy(model).merge_and_unload().save_pretrained(tmp_path / "saved")
-    files = {name: load_file(tmp_path / name / "model.safetensors") for name in ("merged", "saved")}
-    return {**files, "iter_weights": dict(iter_weights(model))}
+    final = copy.deepcopy(model).merge_and_unload()
+    final.save_pretrained(tmp_path / "saved")
+    return model, final
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_llama_cpp_reads_what_is_written(model_type, tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    model = merged(model_type, tmp_path)
-    final = copy.deepcopy(model).merge_and_unload()
+    model, final = write(model_type, tmp_path)
     layers = final.model.layers
-    for name, tensors in exports(model, tmp_path).items():
+    exports = {name: load_file(tmp_path / name / "model.safetensors") for name in ("merged", "saved")}
+    for name, tensors in {**exports, "iter_weights": dict(iter_weights(model))}.items():
         path = tmp_path / f"{name}.gguf"
         architecture = getattr(gguf.MODEL_ARCH, MODELS[model_type])
         write_gguf(gguf, path, tensors, architecture, len(layers), layers[0].mlp.experts.num_experts)
@@ -96,20 +95,16 @@ def read(folder):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_transformers_reads_what_is_written(model_type, tmp_path):
-    model = merged(model_type, tmp_path)
-    expected = copy.deepcopy(model).merge_and_unload().state_dict()
-    exports(model, tmp_path)
+    _, final = write(model_type, tmp_path)
     for name in ("merged", "saved"):
-        assert_same(read(tmp_path / name), expected)
+        assert_same(read(tmp_path / name), final.state_dict())
 
 
 @slow
 @pytest.mark.skipif(OTHER is None, reason="OTHER_TRANSFORMERS names no folder")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_another_transformers_reads_what_is_written(model_type, tmp_path):
-    model = merged(model_type, tmp_path)
-    expected = copy.deepcopy(model).merge_and_unload().state_dict()
-    exports(model, tmp_path)
+    expected = write(model_type, tmp_path)[1].state_dict()
     environment = {**os.environ, "PYTHONPATH": f"{OTHER}:{ROOT}"}
     for name in ("merged", "saved"):
         arguments = [tmp_path / name, tmp_path / "state.pt", tmp_path / f"{name}_again"]

@@ -100,15 +100,13 @@ def shared_and_sharded_models_give_whole_tensors(device):
 
 def adapters_and_stored_weights_of_ranks(device):
     for format in (None, "int8"):
-        layers = []
-        for _ in range(2):
-            layer = make_layer(device, dtype=torch.float32)
+        one, many = (make_layer(device, dtype=torch.float32) for _ in range(2))
+        for layer in (one, many):
             if format:
                 quantize_experts_(layer, format)
-            layers.append(layer)
-        one = adapted(layers[0])
-        many = shard_experts(adapted(layers[1]), expert_mesh(device))
-        assert_same(dict(iter_weights(many)), dict(iter_weights(one)))
+            adapted(layer)
+        sharded_layer = shard_experts(many, expert_mesh(device))
+        assert_same(dict(iter_weights(sharded_layer)), dict(iter_weights(one)))
 
 
 test_two_processes = make_test([shared_and_sharded_models_give_whole_tensors, adapters_and_stored_weights_of_ranks], 2)

@@ -43,7 +43,7 @@ READ = 'for _ in pack(iter_weights(model, "vllm"), 1 << 20): pass'
 @slow  # two processes that import transformers and one that imports PEFT
 @pytest.mark.parametrize("adapted", [False, True])
 def test_at_most_one_layer_beyond_the_model(adapted):
-    """Nothing for a plain model, whose experts are views; a parameter of a layer for one with adapters."""
+    """A plain model needs nothing, because experts are views. With adapters, a parameter of a layer is needed."""
     peak = peak_bytes(READ, PREPARATION.format(adapted=adapted, WIDTH=WIDTH, LAYERS=LAYERS))
     assert peak < (LAYER_BYTES if adapted else 0) + SLACK // 3, peak
 

@@ -17,7 +17,7 @@ NUM_TOKENS = 1500 if ON_GPU else 12
 
 
 def disturb(number, device):
-    """Fill memory that the next run may read by mistake: with other numbers each time, and NaN on a CPU."""
+    """Fill memory that the next run may read by mistake: with `number` on a GPU, with NaN on a CPU."""
     if device == "cuda":
         torch.empty(2**26, device=device).fill_(number)
     torch.use_deterministic_algorithms(device == "cpu", warn_only=True)

@@ -5,6 +5,9 @@ from functools import cache
 
 import pytest
 
+import moe_kernels
+import moe_layers
+
 from ..processes import ROOT, run_python
 from ..tiers import slow
 
@@ -157,8 +160,6 @@ def test_no_import_circles():
 
 
 def test_layers_import_public_names_alone():
-    import moe_kernels
-
     public = {*moe_kernels.__all__, "__version__"}
     for name, path in MODULES.items():
         if name.startswith("moe_layers"):
@@ -191,20 +192,13 @@ def test_reference_imports_only_torch_and_einops():
 
 
 def test_no_module_is_shadowed_by_a_function_of_its_name():
-    import moe_kernels
-    import moe_layers
-
     for package in (moe_kernels, moe_layers):
         children = {name.split(".")[1] for name in MODULES if name.startswith(package.__name__)}
         assert not children & set(package.__all__)
 
 
 def test_public_names_are_listed_and_few():
-    import moe_kernels
-    import moe_layers
-
     assert len(moe_kernels.__all__) + len(moe_layers.__all__) <= 60
-
     for package in (moe_kernels, moe_layers):
         assert len(set(package.__all__)) == len(package.__all__)
         assert all(hasattr(package, name) for name in package.__all__)

@@ -40,10 +40,8 @@ class BatchedGemm(WrappedGroupedGemm):
         return self.grouped.supports_design(_grouped(args))
 
     def estimate(self, args: GemmArguments) -> float:
-        work = (
-            args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
-        )
-        return work + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
+        elements = args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design)
+        return elements * args.A.shape[-1] + (_TABLE_LAUNCHES if self.metadata_bytes(args) else 0)
 
     def _launch(self, args: GemmArguments) -> Launch:
         args = args if args.tile_table is not None else self.with_metadata(args, None)

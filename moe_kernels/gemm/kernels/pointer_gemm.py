@@ -74,9 +74,8 @@ class PointerGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: GemmArguments) -> float:
-        return (
-            args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design) * args.A.shape[-1]
-        )
+        elements = args.num_batches * padded(args.rows_per_matrix, args.out.shape[-1], self.metadata.design)
+        return elements * args.A.shape[-1]
 
     def _launch(self, args: GemmArguments) -> Launch:
         design = self.metadata.design

@@ -186,7 +186,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         _, block_n, block_k = design.tile_shape
         table = self.tile_table(args)
         num_groups, depth, num_columns = args.B.shape
-        product = args.out if epilogue is None else args.preactivation
+        product = args.product
         activated = None if epilogue is None else args.out
         block = block_n if epilogue is None else block_n // 2
         return Launch(

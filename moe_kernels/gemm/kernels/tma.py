@@ -170,7 +170,7 @@ class TmaGroupedGemm(GroupedGemmKernel):
         stride_g, stride_k, stride_n = args.B.stride()
         b_column = self.metadata.operands.B.layout == "column"
         gated = self.metadata.epilogue is not None
-        product = args.preactivation if gated else args.out
+        product = args.product
         return Launch(
             _tma_kernel,
             (num_programs(args.A, args.reserved_sms),),

@@ -54,8 +54,7 @@ def batched_gemm(
 @registered_op("batched_gemm")
 def _batched_gemm_op(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
     out = _empty_product(a, b, out_dtype)
-    args = GemmArguments(a, b, out)
-    selection.run(args)
+    selection.run(GemmArguments(a, b, out))
     return out
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ... import reference
-from ...activation.ops import _activation_backward_op, launch_activation
+from ...activation.ops import _activation_backward_op, launch_activation, settings_of
 from ...reference_fp8 import BLOCK, dequantize_blocks
 from ...runtime.checks import check_no_gradient
 from ...runtime.dispatch import FLOAT8, choose, is_traced, without_autocast
@@ -94,7 +94,6 @@ def grouped_gemm(
         check_out("grouped_gemm", out, a, b, bias, row_scale, scale_a, scale_b)
     elif a.dtype == FLOAT8:
         check_no_gradient("grouped_gemm", "float8 operands", a, b, bias, row_scale, scale_a, scale_b)
-    options = (bias, row_scale, scale_a, scale_b, activation, out_dtype)
     if choose_gemm("grouped_gemm", implementation, a) == "reference":
         with without_autocast(a):
             if scale_a is not None and scale_b is not None and has_block_scales(scale_a):
@@ -104,12 +103,13 @@ def grouped_gemm(
             others = {"row_scale": row_scale, "scale_a": scale_a, "scale_b": scale_b, "activation": activation}
             others["multiply"] = multiply_groups_op if is_traced(a) else reference.multiply_groups
             return reference.grouped_gemm(a, b, offsets, bias=bias, **others, out=out, out_dtype=out_dtype)
+    operands = a, b, offsets, bias, row_scale, scale_a, scale_b
     if out is not None:
-        _grouped_gemm_out_op(a, b, offsets, *options[:5], out)
+        _grouped_gemm_out_op(*operands, activation, out)
         return out
     if activation is not None:
-        return _gated_gemm_op(a, b, offsets, *options)[0]
-    return _grouped_gemm_op(a, b, offsets, bias, row_scale, scale_a, scale_b, out_dtype)
+        return _gated_gemm_op(*operands, activation, out_dtype)[0]
+    return _grouped_gemm_op(*operands, out_dtype)
 
 
 def grouped_gemm_wgrad(
@@ -287,8 +287,7 @@ def _gated_gemm_backward(ctx, dout, _):
         # The gradient of a row's scale is a sum over the columns, in which rounding errors add up. The gradient of the
         # product therefore stays float32.
         preactivation, dout = preactivation.float(), dout.float()
-    kind = as_activation("grouped_gemm", ctx.activation)
-    settings = kind.name, kind.limit, kind.alpha, kind.interleaved
+    settings = settings_of(as_activation("grouped_gemm", ctx.activation))
     dpreactivation = _activation_backward_op(preactivation, dout, *settings)
     return _product_backward(ctx, dpreactivation, *inputs)
 

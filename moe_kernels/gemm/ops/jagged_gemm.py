@@ -116,8 +116,7 @@ def _check_offsets(group_offsets: Tensor, num_rows: int) -> None:
 @registered_op("jagged_gemm")
 def _jagged_gemm_op(a: Tensor, b: Tensor, group_offsets: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[1])
-    args = JaggedGemmArguments(a, b, out, group_offsets)
-    selection.run(args)
+    selection.run(JaggedGemmArguments(a, b, out, group_offsets))
     return out
 
 
@@ -155,8 +154,7 @@ def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed:
     parts = max(1, min(num_programs(left) // num_tiles, num_rows // _LEAST_PART_ROWS))
     partial = left.new_empty(parts, size_k, size_n, dtype=torch.float32)
     table = make_jagged_table(group_offsets, num_rows, 65536, parts=parts)
-    args = WgradArguments(left, right, partial, tile_table=table)
-    selection.run(args)
+    selection.run(WgradArguments(left, right, partial, tile_table=table))
     total = partial.sum(0).to(a.dtype)
     return total.t() if transposed else total
 

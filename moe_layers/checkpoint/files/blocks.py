@@ -136,7 +136,7 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
     for name, group in sorted(weights.items()):
         for prefix, relative in _holders(name, prefixes, blocks_in):
             below[prefix][relative] = (name, group)
-    blocks = [Block(prefix, _layer_number(prefix), below[prefix]) for prefix in prefixes]
+    blocks = [Block(prefix, layer_number(prefix), below[prefix]) for prefix in prefixes]
     return sorted(blocks, key=lambda block: (block.layer, block.prefix))
 
 
@@ -154,6 +154,11 @@ def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]
     ]
     names = [{key.name for key in layout.select(bias=False)} for layout in found]
     return [layout for layout, own in zip(found, names, strict=True) if not any(own < other for other in names)]
+
+
+def layer_number(name: str) -> int:
+    """Return the first number in a name, such as 3 in "encoder.block.3.layer.1.mlp.", or 0 if there is none."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), 0)
 
 
 def _prefixes(weights: Iterable[str]) -> set[str]:
@@ -195,8 +200,3 @@ def _may_hold(prefix: str, relative: str) -> bool:
     """Return whether the tensor named `prefix + relative` belongs to the block with this prefix."""
     is_layer = prefix == "" or prefix.rstrip(".").rsplit(".", 1)[-1].isdigit()
     return not is_layer or relative.startswith(_OWN_NAMES)
-
-
-def _layer_number(prefix: str) -> int:
-    """Return the first number in the prefix, such as 3 in "encoder.block.3.layer.1.mlp.", or 0 if there is none."""
-    return next((int(part) for part in prefix.split(".") if part.isdigit()), 0)

@@ -35,7 +35,7 @@ class Key:
     """Describes how a tensor of the experts is stored on disk.
 
     Attributes:
-        name: name without the block's prefix. "{e}" stands for the expert's number; a tensor without "{e}" in its name
+        name: name without the block's prefix. "{e}" stands for the expert's number. A tensor without "{e}" in its name
             holds all experts.
         parts: projections in the tensor, in order: "gate", "up" or "down". A bias has the same parts as its matrix.
         transposed: matrices are [in, out] instead of [out, in].

@@ -36,7 +36,7 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
     for name in WEIGHTS:
         fills = [fill for fill in plan.fills if fill.parameter == name]
         format, scale_dtype = _format_of(fills, plan.sizes, files)
-        weight = getattr(module.experts, name.rpartition(".")[2])
+        weight = module.get_parameter(name)
         formats.add(format)
         shape = weight.shape
         packed = (*shape[:2], shape[2] // 2) if format.name == "mxfp4" else shape

@@ -92,8 +92,8 @@ def load_layer(
         layer: index of the layer in the model (in the encoder of an encoder-decoder). If several blocks have this
             index, pass the prefix of the block's tensor names instead. Default: 0.
         dtype: dtype of the parameters. Default: the experts' dtype on disk, or the model's dtype for quantised experts.
-            By default, a router that is stored in float32 stays float32. ValueError is raised if any other weight would
-            be rounded.
+            By default, a router that is stored in float32 stays float32. The default raises ValueError if any other
+            weight would be rounded.
         device: device of the parameters. Default: the mesh's device; without a mesh, PyTorch's default device.
         experts: read only these experts (default: all), and sum only their outputs: see `keep_local_experts`.
         mesh: ranks among which the experts are divided. Each rank reads its own experts, without communication.

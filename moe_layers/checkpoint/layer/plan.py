@@ -196,17 +196,14 @@ class Planner:
         actual = stored.shape if key is not None else _without_leading_one(stored.shape)
         if actual != (shape if key is not None else _without_leading_one(shape)):
             self.problems.append(f"wrong shape: {self._full(name)} is {stored.shape}, must be {shape}")
-            return
-        if stored.encoding == "plain" and not stored.dtype.is_floating_point:
+        elif stored.encoding == "plain" and not stored.dtype.is_floating_point:
             self.problems.append(f"wrong dtype: {self._full(name)} is {stored.dtype}, must be floating point")
-            return
-        if key is not None and key.flat and stored.encoding != "plain":
+        elif key is not None and key.flat and stored.encoding != "plain":
             self.problems.append(f"not supported: {self._full(name)} is {stored.encoding} in layout {plan.layout.name}")
-            return
-        if key is not None and experts is not None and (problem := ambiguous_scales(stored, key)):
+        elif key is not None and experts is not None and (problem := ambiguous_scales(stored, key)):
             self.problems.append(problem)
-            return
-        plan.fills.append(Fill(stored, parameter, key, experts))
+        else:
+            plan.fills.append(Fill(stored, parameter, key, experts))
 
     def _skip(self, plan: Plan, name: str) -> None:
         if name not in self.unused:

@@ -46,8 +46,7 @@ class LoadReport:
             experts.
         parameters: shape of every parameter and persistent buffer of the layer. Each was filled exactly once. A weight
             that stays quantised counts as one parameter of the dequantised shape.
-        kept_format: format of the experts' weights if they keep their stored bytes; "" if they are plain or were
-            dequantised.
+        kept_format: format of the experts' weights if they keep their stored bytes; "" if plain or dequantised.
     """
 
     directory: str

@@ -73,7 +73,7 @@ def _outputs(files: CheckpointFiles, values: dict, layout: str, dtype: torch.dty
     experts = {found.block.weights[name][0] for found in surveys for name in found.experts}
     outputs = []
     for found in surveys:
-        outputs += _expert_outputs(found, only_layout(found), layout, dtype)
+        outputs += _expert_outputs(found, layout, dtype)
     return outputs + [copy_output(stored, dtype) for stored in all_weights(files, values) if stored.name not in experts]
 
 
@@ -132,10 +132,8 @@ def copy_output(stored: Stored, dtype: torch.dtype) -> Output:
     return Output(stored.name, stored.shape, dtype, make)
 
 
-def _expert_outputs(
-    found: BlockSurvey, held: tuple[Layout, Sizes], layout: str, dtype: torch.dtype
-) -> Iterator[Output]:
-    source, sizes = held
+def _expert_outputs(found: BlockSurvey, layout: str, dtype: torch.dtype) -> Iterator[Output]:
+    source, sizes = only_layout(found)
     _check_renamed(found)
     target = find_layout(layout, gated=source.gated, bias=found.bias)
     check_names(found.block.prefix, target)

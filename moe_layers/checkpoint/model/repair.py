@@ -9,7 +9,6 @@ files as well.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import os

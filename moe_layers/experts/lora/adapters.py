@@ -214,7 +214,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
             placement, source = (Replicate(), 0) if adapter.is_shared(key) else (Shard(0), None)
             sharded = distribute_tensor(factor.detach(), weight.device_mesh, [placement], src_data_rank=source)
             setattr(adapter, key, nn.Parameter(sharded))
-    adapters = set() if experts.lora is None else set(experts.lora.parameters())
+    adapters = set(held.parameters())
     for parameter in layer.parameters():
         if parameter not in adapters:
             parameter.requires_grad_(False)

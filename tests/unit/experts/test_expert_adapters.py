@@ -5,22 +5,23 @@ from itertools import product
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from moe_kernels import Activation, fused_experts, reference, sort_by_expert
 from moe_kernels.experts.fused_op import fused_experts_op
-from moe_kernels.specs import as_activation
-from moe_kernels.testing import Case, assert_accurate, check_accuracy, make_inputs
+from moe_kernels.testing import Case, assert_accurate, check_accuracy
 from moe_kernels.types import ExpertAdapters
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
-from .test_experts import flat_operands
+from ..saved import saved_tensors
+from .test_experts import ODD, flat_operands, triton_experts
+from .test_experts import draw as draw_experts
 
-triton_experts = partial(fused_experts, implementation="triton")
 SCALE = 0.5
 NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "dup_a", "dup_b", "ddown_a", "ddown_b")
-ODD = Case(33, 21, 13, 4, 2)
 VARIANTS = {
     "both": {},
     "recompute": {"recompute": "up"},
@@ -34,20 +35,17 @@ VARIANTS = {
 
 def draw(case, dtype, device, seed=0, *, activation="swiglu", rank=3, shared=False):
     """Return tokens, weights, experts, w_up, w_down and the four factors."""
-    inputs = make_inputs(case, dtype, device, seed)
-    routed = reference.topk_routing(inputs.logits, case.top_k)
-    gated = as_activation("draw", activation).gated
-    w_up = inputs.w_up if gated else inputs.w_up[:, : case.d_ff].contiguous()
+    operands = draw_experts(case, dtype, device, seed, activation)
     generator = torch.Generator(device).manual_seed(seed + 9)
     num_shared = 1 if shared else case.num_experts
     shapes = (
         (num_shared, rank, case.d_model),
-        (case.num_experts, w_up.shape[1], rank),
+        (case.num_experts, operands[3].shape[1], rank),
         (case.num_experts, rank, case.d_ff),
         (num_shared, case.d_model, rank),
     )
     factors = [torch.randn(s, device=device, generator=generator).mul(s[2] ** -0.5).to(dtype) for s in shapes]
-    return inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down, *factors
+    return *operands, *factors
 
 
 def run(tokens, weights, experts, w_up, w_down, *factors, op=triton_experts, **options):
@@ -64,13 +62,8 @@ def run_reference(*operands, **options):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_match_reference(variant, device):
     options = VARIANTS[variant]
-    activation = options.get("activation", "swiglu")
-    check_accuracy(
-        partial(run, **options),
-        partial(run_reference, **options),
-        partial(draw, ODD, torch.float32, device, activation=activation),
-        NAMES,
-    )
+    draws = partial(draw, ODD, torch.float32, device, activation=options.get("activation", "swiglu"))
+    check_accuracy(partial(run, **options), partial(run_reference, **options), draws, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +94,7 @@ def test_adapters_of_one_projection(only, device):
 
 
 def test_adapters_equal_merged_weights(device):
-    """In float64, with all gradients of tokens and routing weights."""
+    """Compare the output and the gradients of tokens and routing weights, in float64."""
     operands = [t.double() if t.is_floating_point() else t for t in draw(ODD, torch.float32, device)]
     up_a, up_b, down_a, down_b = operands[5:]
     merged = operands[3] + SCALE * up_b @ up_a, operands[4] + SCALE * down_b @ down_a
@@ -149,23 +142,22 @@ def test_deterministic_and_frozen_base_needs_no_gradient_of_its_size(device):
     case = Case(16, 32, 16, 4, 2)
     tokens, weights, experts, w_up, w_down, *factors = draw(case, torch.float32, device, rank=8)
     leaves = [t.requires_grad_() for t in (tokens, weights, *factors)]
-    saved, largest = [], 0
+    largest = 0
 
-    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+    class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
-            for result in out if isinstance(out, tuple | list) else (out,):
+            for result in tree_leaves(out):
                 if isinstance(result, torch.Tensor) and result.is_floating_point():
                     largest = max(largest, result.numel())
             return out
 
     def once():
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            out = run(*leaves[:2], experts, w_up, w_down, *leaves[2:])
+        out = run(*leaves[:2], experts, w_up, w_down, *leaves[2:])
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
-    with Sizes():
+    with Sizes(), saved_tensors() as saved:
         first = once()
     num_rows = case.num_tokens * case.top_k
     assert largest <= num_rows * max(2 * case.d_ff, case.d_model) < w_down.numel()

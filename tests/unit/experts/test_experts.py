@@ -3,14 +3,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import (
-    Activation,
-    GroupedGemmArguments,
-    WgradArguments,
-    fused_experts,
-    reference,
-    sort_by_expert,
-)
+from moe_kernels import Activation, GroupedGemmArguments, WgradArguments, fused_experts, reference, sort_by_expert
 from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.experts.operands import ExpertOperands
 from moe_kernels.experts.row_products import Rows
@@ -23,16 +16,19 @@ from moe_kernels.types import ExpertWeights
 from ...dtypes import DTYPES
 from ...tiers import OP_CASES, default_tier, slow
 from ..compiled import assert_compiles
+from ..permutation.test_permutation import make_strided
+from ..saved import saved_tensors
 
 triton_experts = partial(fused_experts, implementation="triton")
 NAMES = ("out", "dtokens", "dweights", "dw_up", "dw_down", "db_up", "db_down")
 
 
-def draw(case, dtype, device, seed=0):
+def draw(case, dtype, device, seed=0, activation="swiglu"):
     """Return (tokens, weights, experts, w_up, w_down) for a case."""
     inputs = make_inputs(case, dtype, device, seed)
     routed = reference.topk_routing(inputs.logits, case.top_k)
-    return inputs.tokens, routed.topk_weights, routed.topk_experts, inputs.w_up, inputs.w_down
+    w_up = inputs.w_up if as_activation("draw", activation).gated else inputs.w_up[:, : case.d_ff].contiguous()
+    return inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down
 
 
 def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, op=triton_experts, **options):
@@ -43,12 +39,8 @@ def run(tokens, weights, experts, w_up, w_down, b_up=None, b_down=None, *, op=tr
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OP_CASES)
 def test_matches_reference(case, dtype, device):
-    check_accuracy(
-        run,
-        partial(run, op=reference.fused_experts),
-        partial(draw, CASES[case], dtype, device),
-        NAMES[:5],
-    )
+    draws = partial(draw, CASES[case], dtype, device)
+    check_accuracy(run, partial(run, op=reference.fused_experts), draws, NAMES[:5])
 
 
 def test_saves_tokens_preactivation_and_routing_only(device):
@@ -56,8 +48,7 @@ def test_saves_tokens_preactivation_and_routing_only(device):
     tokens, weights, experts, w_up, w_down = draw(case, torch.float32, device)
     leaves = [t.requires_grad_() for t in (tokens, weights, w_up, w_down)]
     permutation = sort_by_expert(experts, case.num_experts, implementation="triton")
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    with saved_tensors() as saved:
         triton_experts(leaves[0], leaves[1], permutation, *leaves[2:])
     floats = {t.data_ptr(): t for t in saved if t.is_floating_point()}
     known = {leaf.data_ptr() for leaf in leaves}
@@ -82,20 +73,16 @@ def test_frozen_weights_launch_no_weight_gradient(device, monkeypatch):
 def test_any_strides_of_the_permutation(device):
     tokens, weights, experts, w_up, w_down = draw(Case(7, 9, 5, 3, 2), torch.float32, device)
     permutation = sort_by_expert(experts, len(w_up), implementation="triton")
-    strided = permutation._replace(
-        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
-        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
-    )
-
-    def results(chosen):
-        return run_with_grads(lambda x, w, *matrices: triton_experts(x, w, chosen, *matrices), operands)
-
     operands = tokens, weights, w_up, w_down
-    assert all(map(torch.equal, results(strided), results(permutation)))
+
+    def results(permutation):
+        return run_with_grads(lambda x, w, *matrices: triton_experts(x, w, permutation, *matrices), operands)
+
+    assert all(map(torch.equal, results(make_strided(permutation)), results(permutation)))
 
 
 def test_gradients_of_transposed_weights_lie_as_their_parameters(device):
-    """The layout [E, in, out], as in GPT-OSS: autograd keeps the gradients without a copy."""
+    """Weights stored as [E, in, out], as in GPT-OSS, get gradients that autograd keeps without a copy."""
     case = CASES["odd_sizes"]
 
     def transposed(tokens, weights, experts, *stored, op=triton_experts):
@@ -143,7 +130,7 @@ def test_a_kernel_chosen_for_few_rows_is_not_kept_for_none(form, device):
 
 
 def flat_operands(tokens, weights, *rest, activation="swiglu", reserved_sms=0, batch_invariant=False, **fields):
-    """As the registered op takes them; `rest` are the experts' weights, then the permutation."""
+    """Return what the registered op takes. `rest` holds the experts' weights, then the permutation."""
     *of_experts, permutation = rest
     settings = {name: fields.pop(name) for name in ("adapters", "weight_on_input") if name in fields}
     experts = Experts.of(ExpertWeights(*of_experts), as_activation("test", activation), **settings)
@@ -151,7 +138,7 @@ def flat_operands(tokens, weights, *rest, activation="swiglu", reserved_sms=0, b
     return fused_experts_op.schema_arguments(ExpertOperands(tokens, experts, weights, rows=rows, **fields))
 
 
-# The plain op, and every option alone and together.
+# Options of the op. "bias" adds biases to the drawn operands.
 VARIANTS = {
     "plain": {},
     "geglu": {"activation": "geglu"},
@@ -167,15 +154,13 @@ VARIANTS = {
 
 def draw_variant(case, variant, dtype, device, seed=0):
     """Return (tokens, weights, experts, w_up, w_down, b_up, b_down), without biases if the variant has none."""
-    operands = list(draw(case, dtype, device, seed))
-    activation = as_activation("draw", VARIANTS[variant].get("activation", "swiglu"))
-    if not activation.gated:
-        operands[3] = operands[3][:, : case.d_ff].contiguous()
-    if VARIANTS[variant].get("bias"):
-        generator = torch.Generator(device).manual_seed(seed + 50)
-        for size in (operands[3].shape[1], case.d_model):
-            operands.append(torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype))
-    return tuple(operands)
+    operands = draw(case, dtype, device, seed, VARIANTS[variant].get("activation", "swiglu"))
+    if not VARIANTS[variant].get("bias"):
+        return operands
+    generator = torch.Generator(device).manual_seed(seed + 50)
+    sizes = operands[3].shape[1], case.d_model
+    biases = (torch.randn(case.num_experts, size, device=device, generator=generator).to(dtype) for size in sizes)
+    return *operands, *biases
 
 
 def run_variant(*operands, variant, op=triton_experts):
@@ -306,8 +291,8 @@ def test_recomputing_changes_no_bit_and_saves_no_preactivation(variant, device):
     operands = draw_variant(ODD, variant, DTYPES[-1], device)
 
     def results(recompute):
-        saved, op = [], partial(triton_experts, recompute=recompute)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        op = partial(triton_experts, recompute=recompute)
+        with saved_tensors() as saved:
             return saved, run_with_grads(partial(run_variant, variant=variant, op=op), operands)
 
     (saved, expected), (fewer, actual) = results(None), results("up")

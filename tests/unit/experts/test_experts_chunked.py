@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from moe_kernels import fused_experts, reference, sort_by_expert
 from moe_kernels.experts.chunked import ExpertsInParts
@@ -16,7 +17,9 @@ from ...tiers import default_tier
 NUM_EXPERTS, TOP_K = 6, 3
 
 
-def draw(device, dtype, num_tokens, activation, bias, d_model=24, d_ff=20):
+def draw(device, dtype, num_tokens, activation, bias):
+    """Return tokens, routing weights, experts, the experts' weights, and the gradient of the output."""
+    d_model, d_ff = 24, 20
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -46,37 +49,46 @@ def permutation_of(chosen):
     return sort_by_expert(chosen, NUM_EXPERTS, max_rows=max(kept, 1), implementation="triton")
 
 
-def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, reserved_sms=0):
-    """Return the output, then gradients in the order of the operands."""
+def in_parts(tokens, topk_weights, chosen, weights, dout, lengths, activation, adapters=None):
+    """Return the output, then gradients of tokens, of routing weights, and of the adapters or else the weights."""
     parts = [permutation_of(part) for part in chosen.split(lengths)]
     whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
-    experts = ExpertsInParts(weights, as_activation("test", activation), parts, whole, reserved_sms=reserved_sms)
-    split = [tensor.split(lengths) for tensor in (tokens, topk_weights, dout)]
-    forward = [experts.activate(n, part) for n, part in enumerate(split[0])]
-    dweights = [
-        experts.backward_part(n, d, w, made.preactivation)
-        for n, ((_, w, d), made) in enumerate(zip(zip(*split, strict=True), forward, strict=True))
+    experts = ExpertsInParts(weights, as_activation("test", activation), parts, whole, adapters=adapters)
+    split = list(zip(*(tensor.split(lengths) for tensor in (tokens, topk_weights, dout)), strict=True))
+    made = [experts.activate(n, x) for n, (x, _, _) in enumerate(split)]
+    halves = [
+        torch.cat([experts.outputs(n, made[n].activated, w, columns) for n, (_, w, _) in enumerate(split)])
+        for columns in (slice(tokens.shape[1] // 2), slice(tokens.shape[1] // 2, None))
     ]
-    needed = [weight is not None for weight in weights]
-    gradients = experts.gradients(tokens, dout, topk_weights, needed + [False] * 4)[:4]
-    assert [gradient is None for gradient in gradients] == [weight is None for weight in weights]
-    halves = slice(tokens.shape[1] // 2), slice(tokens.shape[1] // 2, None)
-    out = torch.cat(
-        [
-            torch.cat([experts.outputs(n, made.activated, w, columns) for columns in halves], 1)
-            for n, (made, w) in enumerate(zip(forward, split[1], strict=True))
-        ]
-    )
-    results = [out, experts.tokens_gradient(), torch.cat(dweights), *gradients]
+    dweights = [experts.backward_part(n, d, w, made[n].preactivation) for n, (_, w, d) in enumerate(split)]
+    needed = [adapters is None and weight is not None for weight in weights] + [adapters is not None] * 4
+    gradients = experts.gradients(tokens, dout, topk_weights, needed)
+    assert [gradient is not None for gradient in gradients] == needed
+    results = [torch.cat(halves, 1), experts.tokens_gradient(), torch.cat(dweights), *gradients]
     return [result for result in results if result is not None]
 
 
-def all_at_once(run, tokens, topk_weights, chosen, weights, dout, activation):
-    leaves = [tensor.detach().requires_grad_() for tensor in (tokens, topk_weights, *weights) if tensor is not None]
-    biases = dict(zip(("b_up", "b_down"), leaves[4:], strict=bool(leaves[4:])))
+def all_at_once(tokens, topk_weights, chosen, weights, dout, activation, adapters=None):
+    """Return the results of `in_parts` by autograd of the reference."""
+    trained = tokens, topk_weights, *(weights if adapters is None else adapters[:4])
+    tokens, topk_weights, *leaves = (None if t is None else t.detach().requires_grad_() for t in trained)
+    if adapters is None:
+        weights = ExpertWeights(*leaves)
+    else:
+        adapters = ExpertAdapters(*leaves, adapters.scale)
+    options = {"activation": as_activation("test", activation), "adapters": adapters}
+    options |= {"b_up": weights.b_up, "b_down": weights.b_down}
     permutation = reference.sort_by_expert(chosen, NUM_EXPERTS)
-    out = run(leaves[0], leaves[1], permutation, *leaves[2:4], activation=as_activation("test", activation), **biases)
+    out = reference.fused_experts(tokens, topk_weights, permutation, weights.w_up, weights.w_down, **options)
+    leaves = [leaf for leaf in (tokens, topk_weights, *leaves) if leaf is not None]
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def assert_as_all_at_once(actual, *operands):
+    """Check results of `in_parts` by the error budget. The operands are those of `all_at_once`."""
+    exact = tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, operands)
+    for a, b, e in zip(actual, all_at_once(*operands), all_at_once(*exact), strict=True):
+        assert_accurate(actual=a, baseline=b, exact=e)
 
 
 @pytest.mark.parametrize("lengths", default_tier([[37], [20, 17], [1, 30, 6], [0, 37]], [[20, 17]]), ids=str)
@@ -90,50 +102,16 @@ def all_at_once(run, tokens, topk_weights, chosen, weights, dout, activation):
 )
 def test_are_the_experts(lengths, activation, bias, device, dtype):
     operands = draw(device, dtype, sum(lengths), activation, bias)
-    actual = in_parts(*operands, lengths, activation)
-    baseline = all_at_once(reference.fused_experts, *operands, activation)
-    tokens, topk_weights, chosen, weights, dout = operands
-    exact = all_at_once(
-        reference.fused_experts,
-        tokens.double(),
-        topk_weights.double(),
-        chosen,
-        ExpertWeights(*(weight if weight is None else weight.double() for weight in weights)),
-        dout.double(),
-        activation,
-    )
-    for a, b, e in zip(actual, baseline, exact, strict=True):
-        assert_accurate(actual=a, baseline=b, exact=e)
+    assert_as_all_at_once(in_parts(*operands, lengths, activation), *operands, activation)
 
 
 @pytest.mark.parametrize("lengths", [[37], [20, 17]], ids=str)
 def test_adapters(lengths, device):
-    """Equal to all at once by the error budget: outputs, and gradients of tokens, weights, and factors."""
-    dtype = DTYPES[-1]
-    tokens, topk_weights, chosen, weights, dout = draw(device, dtype, sum(lengths), "swiglu", False)
-    padded, plain = draw_adapters(weights)
-    parts = [permutation_of(part) for part in chosen.split(lengths)]
-    whole = permutation_of(chosen) if len(lengths) > 1 else parts[0]
-    experts = ExpertsInParts(weights, as_activation("test", "swiglu"), parts, whole, adapters=padded)
-    split = list(zip(*(tensor.split(lengths) for tensor in (tokens, topk_weights, dout)), strict=True))
-    made = [experts.activate(n, x) for n, (x, _, _) in enumerate(split)]
-    out = torch.cat([experts.outputs(n, made[n].activated, w, slice(None)) for n, (_, w, _) in enumerate(split)])
-    dweights = [experts.backward_part(n, d, w, made[n].preactivation) for n, (_, w, d) in enumerate(split)]
-    dup_a, dup_b, ddown_a, ddown_b = experts.gradients(tokens, dout, topk_weights, [False] * 4 + [True] * 4)[4:]
+    operands = draw(device, DTYPES[-1], sum(lengths), "swiglu", False)
+    padded, plain = draw_adapters(operands[3])
+    *results, dup_a, dup_b, ddown_a, ddown_b = in_parts(*operands, lengths, "swiglu", padded)
     unpadded = dup_a[:, :3], 0.5 * dup_b[..., :3], ddown_a[:, :3], 0.5 * ddown_b[..., :3]  # the scale is in b
-    actual = [out, experts.tokens_gradient(), torch.cat(dweights), *unpadded]
-
-    def all_at_once(dtype):
-        leaves = [t.detach().to(dtype).requires_grad_() for t in (tokens, *plain[:4])]
-        w = topk_weights.to(torch.promote_types(dtype, torch.float32)).requires_grad_()
-        base, permutation = [weight.to(dtype) for weight in weights[:2]], reference.sort_by_expert(chosen, NUM_EXPERTS)
-        adapters = ExpertAdapters(*leaves[1:], 0.5)
-        out = reference.fused_experts(leaves[0], w, permutation, *base, adapters=adapters)
-        gradients = torch.autograd.grad(out, [leaves[0], w, *leaves[1:]], dout.to(out.dtype))
-        return [out.detach(), *gradients]
-
-    for a, b, e in zip(actual, all_at_once(dtype), all_at_once(torch.float64), strict=True):
-        assert_accurate(actual=a, baseline=b, exact=e)
+    assert_as_all_at_once([*results, *unpadded], *operands, "swiglu", plain)
 
 
 @pytest.mark.parametrize("dtype", default_tier(DTYPES, DTYPES[-1:]), ids=str)

@@ -45,6 +45,7 @@ class Peak:
 
 @pytest.fixture
 def peak(monkeypatch):
+    """Measure a run without launches. GEMMs read copies of the rows unless a test chooses otherwise."""
     for module in [module for name, module in sys.modules.items() if name.startswith("moe_kernels.")]:
         for launch in ("launch_kernel", "launch_product"):
             if hasattr(module, launch):
@@ -52,6 +53,7 @@ def peak(monkeypatch):
     monkeypatch.setattr(selection, "run", lambda args: None)
     monkeypatch.setattr(selection, "run_product", lambda args: None)
     monkeypatch.setattr(selection, "run_if_supported", lambda args: True)
+    monkeypatch.setattr(selection, "choose_copies", lambda *args: selection.Copies(True, True, True))
     found = Peak()
     monkeypatch.setattr(torch.Tensor, "new_empty", found.watch(torch.Tensor.new_empty))
     for name in ("empty_like", "zeros_like", "ones_like"):
@@ -102,18 +104,16 @@ def test_preactivations_are_free_before_the_weights_gradients(shape, copies, rec
     assert expected <= peak.bytes <= expected + SMALL < expected + sizes(case)[0] / 2
 
 
-def test_a_retained_graph_keeps_the_preactivations(peak, device, monkeypatch):
+def test_a_retained_graph_keeps_the_preactivations(peak, device):
     case = SHAPES["mixtral"]
-    monkeypatch.setattr(selection, "choose_copies", lambda *args: selection.Copies(True, True, True))
     run(case, device, retain_graph=True)
     expected = expected_peak(case, True, None) + sizes(case)[0]
     assert expected <= peak.bytes <= expected + SMALL
 
 
-def test_unpacked_preactivations_are_freed(peak, device, monkeypatch):
+def test_unpacked_preactivations_are_freed(peak, device):
     """With hooks that keep saved tensors elsewhere, as offloading does, only the unpacked ones are alive."""
     case = SHAPES["mixtral"]
-    monkeypatch.setattr(selection, "choose_copies", lambda *args: selection.Copies(True, True, True))
     run(case, device, hooks=(lambda tensor: tensor.clone(), lambda tensor: torch.empty_like(tensor).copy_(tensor)))
     *_, tokens, w_up, w_down = sizes(case)
     # The hooks make copies of all operands, too.

@@ -6,11 +6,12 @@ import torch
 from moe_kernels import Activation, reference, reference_fp8
 from moe_kernels.experts.reference_op import ReferenceOperands, reference_experts_op
 from moe_kernels.experts.steps import Experts
+from moe_kernels.specs import as_activation
 from moe_kernels.types import ExpertWeights
 
 OPTIONS = {
     "plain": {},
-    "bias": {"bias": True, "activation": Activation("gpt_oss", interleaved=True)},
+    "bias": {"bias": True, "kind": Activation("gpt_oss", interleaved=True)},
     "weight_on_input": {"weight_on_input": True},
     "by_token": {"batch_invariant": True},
     "dropped": {"dropped": True},
@@ -18,14 +19,7 @@ OPTIONS = {
 }
 
 
-def draw(
-    activation="swiglu",
-    bias=False,
-    weight_on_input=False,
-    batch_invariant=False,
-    dropped=False,
-    precision=None,
-):
+def draw(kind="swiglu", bias=False, weight_on_input=False, batch_invariant=False, dropped=False, precision=None):
     """Return the operands of 7 tokens, 2 of 3 experts each, in float64."""
     generator = torch.Generator().manual_seed(0)
 
@@ -35,11 +29,10 @@ def draw(
     routed = reference.topk_routing(normal(7, 3).detach(), 2)
     chosen = routed.topk_experts
     chosen = torch.where(torch.arange(7)[:, None] == 2, -1, chosen) if dropped else chosen
-    activation = activation if isinstance(activation, Activation) else Activation(activation)
     weights = ExpertWeights(
         normal(3, 8, 5), normal(3, 5, 4), normal(3, 8) if bias else None, normal(3, 5) if bias else None
     )
-    experts = Experts.of(weights, activation, weight_on_input=weight_on_input)
+    experts = Experts.of(weights, as_activation("draw", kind), weight_on_input=weight_on_input)
     weights = routed.topk_weights.double().requires_grad_()
     return ReferenceOperands(
         normal(7, 5), weights, experts, reference.sort_by_expert(chosen, 3), batch_invariant, precision

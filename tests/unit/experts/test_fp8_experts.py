@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import Activation, ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
+from moe_kernels import ExpertAdapters, fused_experts, reference, reference_fp8, sort_by_expert
 from moe_kernels.experts.fused import compute_experts
 from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.experts.operand_checks import check_fp8_gpu, warn_if_unmeasured
@@ -19,22 +19,16 @@ from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
-from .test_experts import NAMES, assert_frozen_operands_are_skipped, draw_variant, flat_operands
+from ..saved import saved_tensors
+from .test_experts import NAMES, assert_frozen_operands_are_skipped, draw_variant, flat_operands, run_variant
 from .test_experts import run as run_experts
 
 SIXTEENS = Case(33, 48, 16, 4, 2)
 BLOCKS = Case(12, 144, 128, 2, 1)
 PARTIAL = Case(12, 144, 48, 2, 1)
 TWO_EMPTY = Case(33, 48, 16, 4, 2, "first")
-VARIANTS = {
-    "plain": {},
-    "saved": {"precision": "fp8_saved"},
-    "geglu": {"activation": "geglu"},
-    "gpt_oss": {"activation": Activation("gpt_oss", limit=0.5), "bias": True},
-    "interleaved": {"activation": Activation("gpt_oss", limit=0.5, interleaved=True), "bias": True},
-    "relu_squared": {"activation": "relu_squared"},
-    "weight_on_input_bias": {"weight_on_input": True, "bias": True},
-}
+# "saved" is the plain variant with precision="fp8_saved"; the others are those of `test_experts.py`.
+VARIANTS = ("plain", "saved", "geglu", "gpt_oss", "interleaved", "relu_squared", "weight_on_input_bias")
 COMMON_VARIANTS = ("plain", "saved", "gpt_oss")  # of the default tier
 
 
@@ -44,10 +38,9 @@ def draw(case, variant, dtype, device, seed=0):
 
 
 def run(*operands, variant="plain", op=None, **options):
-    given = {key: value for key, value in VARIANTS[variant].items() if key not in ("bias", "precision")}
-    precision = VARIANTS[variant].get("precision", "fp8")
+    precision = "fp8_saved" if variant == "saved" else "fp8"
     op = op or partial(fused_experts, precision=precision, implementation="triton")
-    return run_experts(*operands, op=op, **given, **options)
+    return run_variant(*operands, variant="plain" if variant == "saved" else variant, op=partial(op, **options))
 
 
 @pytest.mark.parametrize(
@@ -64,13 +57,12 @@ def run(*operands, variant="plain", op=None, **options):
     ],
 )
 def test_variants_match_the_recipe(variant, case, dtype, device):
-    """In norms: a sum that is rounded another way may cross a limit between two e4m3 numbers, which changes one operand
-    by up to 1/8. Each kernel has tests of its own that allow no such difference."""
+    """Compare norms. A sum that rounds differently may cross the limit between two e4m3 numbers, which changes one
+    operand by up to 1/8. The tests of each kernel allow no such difference."""
     operands = draw(case, variant, dtype, device)
-    actual = run_with_grads(partial(run, variant=variant), operands)
+    actual = results(operands, variant=variant)
     recipe = partial(reference_fp8.fused_experts, saves_fp8=variant == "saved")
-    recipe = partial(run, variant=variant, op=recipe)
-    baseline, exact = run_with_grads(recipe, operands), run_with_grads(recipe, to_float64(operands))
+    baseline, exact = (results(given, variant=variant, op=recipe) for given in (operands, to_float64(operands)))
     for name, a, b, e in zip(NAMES[: len(exact)], actual, baseline, exact, strict=True):
         assert a.dtype == b.dtype and torch.equal(a.isnan(), e.isnan())
         limit = 2 * relative_error(b, e) + torch.finfo(dtype).eps + rare_error(device)
@@ -78,17 +70,22 @@ def test_variants_match_the_recipe(variant, case, dtype, device):
 
 
 def rare_error(device):
-    """Return the error by operands that round another way, in the norm.
+    """Return the relative error, in the norm, of operands that round differently.
 
-    If sums differ by d, one in (s / d) crosses a limit between two numbers that are s apart, and then differs by s: the
+    If sums differ by d, one in (s / d) crosses a limit between two numbers that are s apart, and then differs by s. The
     error in the norm is the root of d * s. e4m3 has s of 1/8 or less. Tensor cores of Hopper add products of e4m3
-    numbers with 13 bits after the largest one's first: d is about 2**-11, three quantisations one after the other add.
+    numbers with 13 bits after the largest one's first, so d is about 2**-11. Three quantisations in sequence add up.
     """
     return 1e-3 if torch.device(device).type == "cpu" else (3 * 2**-11 / 8) ** 0.5
 
 
 def relative_error(actual, exact):
     return ((actual.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+def results(operands, **options):
+    """Return the output and all gradients."""
+    return run_with_grads(partial(run, **options), operands)
 
 
 DISTRIBUTIONS = ("normal", "outlier channels", "heavy tails")
@@ -99,22 +96,16 @@ DISTRIBUTIONS = ("normal", "outlier channels", "heavy tails")
 )
 def test_errors_against_unquantised_operands_are_below_nine_per_cent(implementation, distribution, device):
     case = Case(96, 256, 128, 4, 2) if implementation == "reference" else BLOCKS
-    tokens, weights, experts, w_up, w_down = draw(case, "plain", torch.float32, device)
+    tokens, *others = draw(case, "plain", torch.float32, device)
     generator = torch.Generator(device).manual_seed(3)
     if distribution == "outlier channels":
         tokens[:, ::64] *= 30
     if distribution == "heavy tails":
         tokens = tokens / torch.rand(tokens.shape, device=device, generator=generator).clamp(min=0.01).sqrt()
-    op = partial(fused_experts, implementation=implementation)
-    actual = run_with_grads(partial(run, op=partial(op, precision="fp8")), (tokens, weights, experts, w_up, w_down))
-    expected = run_with_grads(partial(run, op=reference.fused_experts), (tokens, weights, experts, w_up, w_down))
+    op = partial(fused_experts, precision="fp8", implementation=implementation)
+    actual, expected = (results((tokens, *others), op=each) for each in (op, reference.fused_experts))
     for name, a, e in zip(NAMES, actual, expected, strict=False):
         assert 0.01 < (a - e).norm() / e.norm() < 0.09, name
-
-
-def results(operands, **options):
-    """Return the output and all gradients."""
-    return run_with_grads(partial(run, **options), operands)
 
 
 OPTIONS = [{"recompute": "up"}, {"reserved_sms": 2}, {"batch_invariant": True}]
@@ -170,7 +161,7 @@ def test_dropped_slots_and_experts_without_rows(device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_a_token_without_finite_values_keeps_to_itself(implementation, device):
-    """As without FP8: outputs and gradients of other tokens stay as they are."""
+    """Outputs and gradients of other tokens do not change, as without FP8."""
     operands = draw(SIXTEENS, "plain", torch.float32, device)
     op = partial(fused_experts, precision="fp8", implementation=implementation)
     out, dtokens, dweights, *_ = results(operands, op=op)
@@ -196,18 +187,16 @@ def test_zero_tokens_and_zero_weights(device):
 def test_saves_what_the_op_saves_without_fp8(device):
     operands = [t.requires_grad_(t.is_floating_point()) for t in draw(BLOCKS, "plain", DTYPES[-1], device)]
 
-    def saved(op):
-        found = {}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: found.setdefault(t.data_ptr(), t), lambda t: t):
-            run(*operands, op=op)
-        return sum(tensor.nbytes for tensor in found.values())
+    def saved_bytes(precision):
+        with saved_tensors() as saved:
+            run(*operands, op=partial(fused_experts, implementation="triton", precision=precision))
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in saved}.values())
 
-    plain = saved(partial(fused_experts, implementation="triton"))
-    assert saved(partial(fused_experts, implementation="triton", precision="fp8")) == plain
+    plain = saved_bytes(None)
+    assert saved_bytes("fp8") == plain
     hidden = BLOCKS.num_tokens * BLOCKS.top_k * 2 * BLOCKS.d_ff
     scales = 4 * hidden // 128
-    less = plain - hidden * operands[0].element_size() + hidden + scales
-    assert saved(partial(fused_experts, implementation="triton", precision="fp8_saved")) == less
+    assert saved_bytes("fp8_saved") == plain - hidden * operands[0].element_size() + hidden + scales
 
 
 @slow

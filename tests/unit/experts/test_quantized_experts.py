@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
 
 from moe_kernels import Activation, fused_experts, get_kernels, reference
 from moe_kernels.experts import row_products as rows_module
@@ -18,8 +19,7 @@ from moe_kernels.gemm.kernels.pointer_decoding import MAX_ROWS
 from moe_kernels.quantization.decode import decode_weight
 from moe_kernels.quantization.formats import FORMATS, WeightFormat
 from moe_kernels.quantization.quantize import quantize
-from moe_kernels.specs import as_activation
-from moe_kernels.testing import Case, check_accuracy, make_inputs, run_with_grads
+from moe_kernels.testing import Case, check_accuracy, run_with_grads
 from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import check
 from moe_kernels.types import ExpertAdapters, QuantizedWeight
@@ -28,9 +28,11 @@ from ...dtypes import DTYPES
 from ...gpu import assert_never_waits, captured
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
+from ..saved import saved_tensors
+from .test_expert_adapters import SCALE
+from .test_expert_adapters import draw as draw_adapted
 from .test_experts import flat_operands
 
-SCALE = 0.5
 NAMES = ("out", "dtokens", "dweights", "dup_a", "dup_b", "ddown_a", "ddown_b")
 ODD = Case(11, 38, 22, 3, 2)  # rows of no whole block, except for mxfp4
 BLOCKS = Case(11, 64, 32, 3, 2)
@@ -52,52 +54,50 @@ VARIANTS = {
 
 @pytest.fixture(params=["decode", "dequantize"])
 def path(request, monkeypatch):
-    """Both ways to compute few rows."""
+    """Run a test twice: GEMMs of few rows decode the weights, or read dequantised weights."""
     if request.param == "dequantize":
         monkeypatch.setattr(rows_module, "MAX_ROWS", 0)
     return request.param
 
 
-def draw(case, dtype, device, seed=0, *, activation="swiglu", rank=3):
+def draw(case, dtype, device, seed=0, *, activation="swiglu"):
     """Return tokens, routing weights, experts, the weights to quantise, biases, and the factors of adapters."""
-    inputs = make_inputs(case, dtype, device, seed)
-    routed = reference.topk_routing(inputs.logits, case.top_k)
-    w_up = inputs.w_up if as_activation("draw", activation).gated else inputs.w_up[:, : case.d_ff].contiguous()
-    generator = torch.Generator(device).manual_seed(seed + 9)
+    operands = draw_adapted(case, dtype, device, seed, activation=activation)
+    generator = torch.Generator(device).manual_seed(seed + 10)
+    sizes = operands[3].shape[1], case.d_model
+    biases = (torch.randn(case.num_experts, size, device=device, generator=generator) * size**-0.5 for size in sizes)
+    return *operands[:5], *(bias.to(dtype) for bias in biases), *operands[5:]
 
-    def normal(*shape):
-        return torch.randn(shape, device=device, generator=generator).mul(shape[-1] ** -0.5).to(dtype)
 
-    num_experts = case.num_experts
-    biases = normal(num_experts, w_up.shape[1]), normal(num_experts, case.d_model)
-    factors = (
-        normal(num_experts, rank, case.d_model),
-        normal(num_experts, w_up.shape[1], rank),
-        normal(num_experts, rank, case.d_ff),
-        normal(num_experts, case.d_model, rank),
-    )
-    return inputs.tokens, routed.topk_weights, routed.topk_experts, w_up, inputs.w_down, *biases, *factors
+def draw_stored(case, format, dtype, device):
+    """Return tokens, routing weights, a permutation and the two stored weights."""
+    tokens, weights, experts, w_up, w_down, *_ = draw(case, dtype, device)
+    permutation = reference.sort_by_expert(experts, case.num_experts)
+    return tokens, weights, permutation, [quantize(weight, format) for weight in (w_up, w_down)]
 
 
 FROZEN = (3, 4, 5, 6)  # weights and biases
 
 
-def run(tokens, weights, experts, w_up, w_down, b_up, b_down, *factors, format, implementation="triton", **options):
+def call(op, operands, matrices, **options):
+    """Call an op on the operands of `draw`, with other matrices in place of w_up and w_down."""
+    tokens, weights, experts, w_up, _, b_up, b_down, *factors = operands
     permutation = reference.sort_by_expert(experts, len(w_up))
-    stored = quantize(w_up, format), quantize(w_down, format)
-    options |= {"adapters": ExpertAdapters(*factors, SCALE)} if factors else {}
-    options |= {"b_up": b_up, "b_down": b_down, "implementation": implementation}
-    return fused_experts(tokens, weights, permutation, *stored, **options)
+    if factors:
+        options["adapters"] = ExpertAdapters(*factors, SCALE)
+    return op(tokens, weights, permutation, *matrices, b_up=b_up, b_down=b_down, **options)
 
 
-def run_dequantised(
-    tokens, weights, experts, w_up, w_down, b_up, b_down, *factors, format, dtype=None, op=fused_experts, **options
-):
-    """An op on weights that are dequantised to `dtype`, or that of the tokens."""
-    permutation = reference.sort_by_expert(experts, len(w_up))
-    dense = (decode_weight(quantize(w, format), dtype or tokens.dtype).to(tokens.dtype) for w in (w_up, w_down))
-    options |= {"adapters": ExpertAdapters(*factors, SCALE)} if factors else {}
-    return op(tokens, weights, permutation, *dense, b_up=b_up, b_down=b_down, **options)
+def run(*operands, format, implementation="triton", **options):
+    stored = (quantize(weight, format) for weight in operands[3:5])
+    return call(fused_experts, operands, stored, implementation=implementation, **options)
+
+
+def run_dequantised(*operands, format, dtype=None, op=fused_experts, **options):
+    """Call an op on weights that are dequantised to `dtype`, by default to that of the tokens."""
+    like = operands[0].dtype
+    dense = (decode_weight(quantize(weight, format), dtype or like).to(like) for weight in operands[3:5])
+    return call(op, operands, dense, **options)
 
 
 def run_reference(*operands, **options):
@@ -112,11 +112,10 @@ def case_for(format):
 @pytest.mark.parametrize("dtype", default_tier(DTYPES, {torch.float16}), ids=str)
 @pytest.mark.parametrize("format", FORMATS)
 def test_formats_match_reference(format, dtype, device):
-    case = case_for(format)
     check_accuracy(
         partial(run, format=format),
         partial(run_reference, format=format, dtype=dtype),
-        partial(draw, case, dtype, device),
+        partial(draw, case_for(format), dtype, device),
         NAMES,
         FROZEN,
     )
@@ -218,16 +217,8 @@ def test_sizes_alone_decide(device):
 def test_tile_tables_of_any_height(block_rows, device):
     tokens, weights, experts, w_up, w_down, *_ = draw(Case(30, 32, 16, 2, 1, "first"), torch.float32, device)
     stored = quantize(w_up, "fp8"), quantize(w_down, "fp8")
-    outputs = [
-        fused_experts(
-            tokens,
-            weights,
-            reference.sort_by_expert(experts, 2, block_rows=height),
-            *stored,
-            implementation="triton",
-        )
-        for height in (128, block_rows)
-    ]
+    permutations = (reference.sort_by_expert(experts, 2, block_rows=height) for height in (128, block_rows))
+    outputs = (fused_experts(tokens, weights, each, *stored, implementation="triton") for each in permutations)
     assert torch.equal(*outputs)
 
 
@@ -245,11 +236,9 @@ def test_saves_stored_bytes_only(recompute, implementation, path, device):
     """No tensor of the size of a dequantised weight is saved, and the tensors of the stored weights are saved as they
     are."""
     case = Case(8, 64, 48, 8, 1)
-    tokens, weights, experts, w_up, w_down, *_ = draw(case, torch.float32, device)
-    stored = quantize(w_up, "nf4_nested"), quantize(w_down, "nf4_nested")
-    permutation = reference.sort_by_expert(experts, case.num_experts)
-    leaves, saved = [tokens.requires_grad_(), weights.requires_grad_()], []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+    tokens, weights, permutation, stored = draw_stored(case, "nf4_nested", torch.float32, device)
+    leaves = tokens.requires_grad_(), weights.requires_grad_()
+    with saved_tensors() as saved:
         fused_experts(*leaves, permutation, *stored, recompute=recompute, implementation=implementation)
     by_storage = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved if t.numel()}
     own = {t.untyped_storage().data_ptr(): t.nbytes for weight in stored for t in weight.tensors.values()}
@@ -257,7 +246,7 @@ def test_saves_stored_bytes_only(recompute, implementation, path, device):
     others = sum(size for pointer, size in by_storage.items() if pointer not in own)
     hidden = case.num_tokens * 2 * case.d_ff * 4 if recompute is None and implementation == "triton" else 0
     routing = 4096
-    assert others <= tokens.nbytes + hidden + routing < w_down.nbytes
+    assert others <= tokens.nbytes + hidden + routing < stored[1].shape.numel() * tokens.itemsize
 
 
 def test_dequantised_weights_do_not_outlive_their_gemm(device, monkeypatch):
@@ -312,12 +301,9 @@ def test_decides_without_waiting_for_data(path, device):
             seen.add(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
-    tokens, *rest = draw(BLOCKS, torch.float32, device)
+    tokens, weights, permutation, stored = draw_stored(BLOCKS, "mxfp4", torch.float32, device)
     with Names():
-        stored = [quantize(weight, "mxfp4") for weight in rest[2:4]]
-        permutation = reference.sort_by_expert(rest[1], 3)
-        seen.clear()
-        out = fused_experts(tokens.requires_grad_(), rest[0], permutation, *stored, implementation="triton")
+        out = fused_experts(tokens.requires_grad_(), weights, permutation, *stored, implementation="triton")
         torch.autograd.grad(out.sum(), tokens)
     assert "fused_experts" in seen or "new_empty" in seen
     assert not seen & {"_local_scalar_dense", "nonzero", "item", "unique", "masked_select"}
@@ -326,13 +312,11 @@ def test_decides_without_waiting_for_data(path, device):
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_captured_in_a_graph(format, path, device):
-    tokens, *rest = draw(WIDE, torch.bfloat16, device)
-    stored = [quantize(weight, format) for weight in rest[2:4]]
-    permutation = reference.sort_by_expert(rest[1], 3)
+    tokens, weights, permutation, stored = draw_stored(WIDE, format, torch.bfloat16, device)
     tokens.requires_grad_()
 
     def step():
-        out = fused_experts(tokens, rest[0], permutation, *stored, implementation="triton")
+        out = fused_experts(tokens, weights, permutation, *stored, implementation="triton")
         return out.detach(), *torch.autograd.grad(out.float().square().sum(), tokens)
 
     expected = step()
@@ -358,26 +342,16 @@ def test_compiles_with_gradients(implementation, path, device):
 
 
 def test_meta_tensors():
-    operands = [t.to("meta") for t in draw(BLOCKS, torch.float32, "cpu")]
-    stored = [to_meta(quantize(weight, "nf4")) for weight in draw(BLOCKS, torch.float32, "cpu")[3:5]]
-    permutation = reference.sort_by_expert(draw(BLOCKS, torch.float32, "cpu")[2], 3)
-    table = permutation.tile_table
-    table = table._replace(**{name: getattr(table, name).to("meta") for name in table._fields[:4]})
-    permutation = permutation._replace(**{n: getattr(permutation, n).to("meta") for n in permutation._fields[:3]})
-    out = fused_experts(operands[0], operands[1], permutation._replace(tile_table=table), *stored)
+    operands = draw_stored(BLOCKS, "nf4", torch.float32, "cpu")
+    tokens, weights, permutation, stored = tree_map_only(torch.Tensor, lambda tensor: tensor.to("meta"), operands)
+    out = fused_experts(tokens, weights, permutation, *stored)
     assert out.is_meta and out.shape == (11, 64)
-
-
-def to_meta(weight):
-    return weight._replace(**{name: tensor.to("meta") for name, tensor in weight.tensors.items()})
 
 
 @slow
 def test_opcheck(device):
-    tokens, weights, experts, w_up, w_down, *_ = draw(Case(6, 64, 32, 3, 2), torch.float32, device)
-    stored = (quantize(weight, "nf4_nested") for weight in (w_up, w_down))
-    leaves = tokens.requires_grad_(), weights.requires_grad_()
-    operands = flat_operands(*leaves, *stored, reference.sort_by_expert(experts, 3))
+    tokens, weights, permutation, stored = draw_stored(Case(6, 64, 32, 3, 2), "nf4_nested", torch.float32, device)
+    operands = flat_operands(tokens.requires_grad_(), weights.requires_grad_(), *stored, permutation)
     torch.library.opcheck(fused_experts_op.overload, operands)
 
 

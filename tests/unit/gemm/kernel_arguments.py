@@ -1,4 +1,4 @@
-"""Arguments of every form that a given kernel of the catalog supports."""
+"""Arguments that a kernel of the catalog supports, for every form, and helpers of tests of kernels."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from moe_kernels import (
     JaggedGemmArguments,
     WgradArguments,
     get_kernels,
+    reference,
 )
 from moe_kernels.gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from moe_kernels.gemm.arguments.block_scaled import BlockScaledGemmArguments
@@ -20,6 +21,7 @@ from moe_kernels.gemm.tile_table import make_tile_table
 from moe_kernels.quantization.quantize import quantize
 from moe_kernels.reference_fp8 import BLOCK, quantize_blocks
 from moe_kernels.specs import is_gated
+from moe_kernels.testing import assert_accurate, to_float64
 
 
 class Sizes:
@@ -30,6 +32,19 @@ class Sizes:
     num_tail = 4
     num_rows = ends[-1] + num_tail
     size_k, size_n = (384, 528) if torch.cuda.is_available() else (48, 80)
+
+
+def kernels_of(arguments_class, dtypes=None):
+    """Return the kernels of the catalog that take these arguments, by default with any dtype of A."""
+    return [
+        kernel
+        for kernel in get_kernels()
+        if kernel.arguments_class is arguments_class and (dtypes is None or kernel.metadata.operands.A.dtype in dtypes)
+    ]
+
+
+def name_of(kernel):
+    return kernel.metadata.kernel_name
 
 
 def row_ends(kernel):
@@ -70,6 +85,22 @@ def shuffled(rows):
     return tokens, index
 
 
+def check_forward(args, a, b, offsets, bias=None):
+    """Hold the results of a grouped GEMM to the reference on these operands."""
+    added = None if args.epilogue is not None else bias
+    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if added is None else added.double())
+    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=added), exact, "product")
+    if args.epilogue is not None:
+        # The activation applies to the product as stored, plus the bias.
+        activate = reference.apply_activation
+        exact = args.product.double()
+        if bias is not None:
+            sizes = offsets.diff(prepend=offsets.new_zeros(1))
+            exact[: offsets[-1]] += bias.double().repeat_interleave(sizes, 0)
+        baseline = activate(exact.to(args.out.dtype), args.epilogue)
+        assert_accurate(args.out, baseline, activate(exact, args.epilogue), "activation")
+
+
 def _arguments_for(kernel, device):
     metadata = kernel.metadata
     generator = torch.Generator(device).manual_seed(0)
@@ -89,14 +120,16 @@ def _grouped(kernel, draw, unwritten, device):
     ends, operands, n = row_ends(kernel), kernel.metadata.operands, Sizes.size_n
     rows = ends[-1] + Sizes.num_tail
     a, b = draw(operands.A, rows, Sizes.size_k), draw(operands.B, len(ends), Sizes.size_k, n)
-    offsets = torch.tensor(ends, device=device, dtype=torch.int32)
-    options = {"offsets": offsets, "epilogue": kernel.metadata.epilogue}
-    if kernel.metadata.design.gather:
-        options["row_to_token"] = _index(device)
-    if kernel.metadata.epilogue is not None:
-        columns = n // (1 + is_gated(kernel.metadata.epilogue))
-        return GroupedGemmArguments(a, b, unwritten(rows, columns), preactivation=unwritten(rows, n), **options)
-    return GroupedGemmArguments(a, b, unwritten(rows, n), **options)
+    epilogue = kernel.metadata.epilogue
+    return GroupedGemmArguments(
+        a,
+        b,
+        unwritten(rows, n // (1 + is_gated(epilogue))),
+        offsets=torch.tensor(ends, device=device, dtype=torch.int32),
+        row_to_token=_index(device) if kernel.metadata.design.gather else None,
+        epilogue=epilogue,
+        preactivation=None if epilogue is None else unwritten(rows, n),
+    )
 
 
 def _decoding(kernel, draw, unwritten, device):
@@ -109,12 +142,14 @@ def _decoding(kernel, draw, unwritten, device):
 
 
 def _block_scaled(kernel, draw, unwritten, device):
-    rows, groups, gather = Sizes.num_rows, len(Sizes.ends), kernel.metadata.design.gather
+    rows, groups = Sizes.num_rows, len(Sizes.ends)
     a, scale_a = quantize_blocks(torch.randn(rows, Sizes.size_k, device=device), 1, BLOCK)
     b, scale_b = quantize_blocks(torch.randn(groups, Sizes.size_n, Sizes.size_k, device=device), BLOCK, BLOCK)
     scales = scale_a.t().contiguous().t(), scale_b.mT
-    index = {"row_to_token": _index(device)} if gather else {}
-    return BlockScaledGemmArguments(a, b.mT, unwritten(rows, Sizes.size_n), *scales, offsets=_offsets(device), **index)
+    options = {"offsets": _offsets(device)}
+    if kernel.metadata.design.gather:
+        options["row_to_token"] = _index(device)
+    return BlockScaledGemmArguments(a, b.mT, unwritten(rows, Sizes.size_n), *scales, **options)
 
 
 def _activation_gradient(kernel, draw, unwritten, device):
@@ -183,7 +218,7 @@ def _index(device):
 
 
 def _one_of_each_kind():
-    """Yield the smallest kernel of each form, design and dtype, which the interpreter has time for."""
+    """Return the smallest kernel of each form, design, dtype and epilogue, because the interpreter is slow."""
     chosen = {}
     for kernel in get_kernels(metadata_filter=lambda metadata: metadata.operands.A.dtype != torch.bfloat16):
         metadata = kernel.metadata

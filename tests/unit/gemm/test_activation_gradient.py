@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from moe_kernels import Activation, get_kernels, reference
+from moe_kernels import Activation, reference
 from moe_kernels.experts import row_products
 from moe_kernels.experts.row_products import Rows
 from moe_kernels.experts.steps import Experts, hidden_gradients
@@ -17,9 +17,9 @@ from moe_kernels.testing import Case, assert_accurate, make_inputs, make_permuta
 from moe_kernels.types import ExpertWeights
 
 from ...dtypes import DTYPES
-from .kernel_arguments import run_or_skip, shuffled
+from .kernel_arguments import kernels_of, name_of, run_or_skip, shuffled
 
-KERNELS = get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is ActivationGradientArguments)
+KERNELS = kernels_of(ActivationGradientArguments)
 UNEVEN = [0, 700, 1, 64, 300, 0, 129, 1500, 63, 2, 640, 65]
 # (rows of each group, rows without a group, K, F). The reduction has at least one step for each part of the epilogue.
 CASES = {
@@ -47,13 +47,12 @@ def draw(kernel, case, device, seed=0):
     for rows in (a, hidden, weights):
         rows[sum(sizes) :] = torch.nan
     a, index = shuffled(a) if kernel.metadata.design.gather else (a, None)
-    written = [torch.full_like(hidden, torch.nan), empty_rows(a, num_rows, d_ff).fill_(torch.nan)]
     return ActivationGradientArguments(
         a,
         b.mT.contiguous().mT if operands.B.layout == "column" else b,
-        written[0],
+        torch.full_like(hidden, torch.nan),
         hidden,
-        written[1],
+        empty_rows(a, num_rows, d_ff).fill_(torch.nan),
         weights,
         weights.new_full((num_rows, -(-d_ff // COLUMNS)), torch.nan),
         kernel.metadata.epilogue,
@@ -73,14 +72,14 @@ def run_and_check(kernel, args):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_every_kernel(kernel, case, device):
     run_and_check(kernel, draw(kernel, case, device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", KERNELS[0].epilogues)
-@pytest.mark.parametrize("kernel", KERNELS[:2], ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS[:2], ids=name_of)
 def test_every_activation(kernel, name, device):
     kernel = kernel.with_epilogue(name)
     args = draw(kernel, "many_uneven_tiles", device)

@@ -16,7 +16,9 @@ from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
 from ...dtypes import DTYPES
 from ...tiers import slow
 from ..compiled import assert_compiles
+from .kernel_arguments import kernels_of
 
+FLOAT8 = torch.float8_e4m3fn
 triton_gemm = partial(batched_gemm, implementation="triton")
 
 # (L of a, L of b, M, K, N); L is None without a batch
@@ -71,7 +73,13 @@ def test_integers_are_exact(out_dtype, implementation, device):
     assert out.dtype == out_dtype and torch.equal(out.cpu().long(), a @ b)
 
 
-KERNELS = get_kernels(metadata_filter=lambda metadata: metadata.kernel_class.arguments_class is GemmArguments)
+KERNELS = kernels_of(GemmArguments)
+
+
+def expected_results(a, b, epilogue=None):
+    """Return the reference's result in the dtype of the operands, then in float64."""
+    results = [reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b)))]
+    return results if epilogue is None else [reference.apply_activation(product, epilogue) for product in results]
 
 
 def by_columns(tensor):
@@ -98,10 +106,7 @@ def test_each_kernel(kernel, device):
         if kernel.supports(args):
             num_supported += 1
             kernel.run(args)
-            expected = [reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b)))]
-            if epilogue is not None:
-                expected = [reference.apply_activation(product, epilogue) for product in expected]
-            assert_accurate(out, *expected, case)
+            assert_accurate(out, *expected_results(a, b, epilogue), case)
     on_other_gpu = torch.cuda.is_available() and not kernel.supports_cc(device_cc(torch.device("cuda", 0)))
     assert num_supported >= (0 if on_other_gpu else len(CASES) if is_pointer else 2)
 
@@ -120,10 +125,7 @@ def test_offsets_whatever_the_default_device(device):
 def test_epilogues(dtype, epilogue, device):
     a, b = draw("dense", dtype, device)
     a *= 0.3
-    baseline, exact = (
-        reference.apply_activation(reference.batched_gemm(*operands), epilogue)
-        for operands in ((a, b), to_float64((a, b)))
-    )
+    baseline, exact = expected_results(a, b, epilogue)
     for out_dtype in {dtype, torch.float32}:
         args = GemmArguments(a, b, torch.full_like(baseline, torch.nan, dtype=out_dtype), epilogue=epilogue)
         kernels = get_kernels(args)
@@ -146,8 +148,7 @@ def test_matrices_apart_after_contiguous_ones(form, device, monkeypatch):
     chosen = [selection.select(GemmArguments(a, b, b.new_empty(3, 128, 256))) for a in (behind, apart)]
     assert isinstance(chosen[0], BatchedGemm) and not isinstance(chosen[1], BatchedGemm)
     for a in (behind, apart):
-        expected = (reference.batched_gemm(*operands) for operands in ((a, b), to_float64((a, b))))
-        assert_accurate(triton_gemm(a, b), *expected)
+        assert_accurate(triton_gemm(a, b), *expected_results(a, b))
 
 
 def test_an_epilogue_that_no_kernel_has_is_named():
@@ -173,10 +174,7 @@ def test_batches_that_are_no_rows_name_the_operand():
     for operands, error in [
         ((spread, zeros(2, 64, 32), zeros(2, 16, 32)), "Operand `A`: expected matrices one after another"),
         ((zeros(2, 16, 64), zeros(2, 64, 64), spread), "Operand `out`: expected matrices one after another"),
-        (
-            (zeros(16, 64), zeros(2, 64, 32), zeros(2, 16, 32)),
-            "Operand `A`: this kernel takes none shared by a batch",
-        ),
+        ((zeros(16, 64), zeros(2, 64, 32), zeros(2, 16, 32)), "Operand `A`: this kernel takes none shared by a batch"),
         ((zeros(16, 64), zeros(2, 64, 32), zeros(16, 32)), "Operand `out`: expected shape [2, 16, 32], got [16, 32]"),
     ]:
         assert kernel.supports(GemmArguments(*operands)).error.startswith(error)
@@ -194,21 +192,24 @@ def test_compiles_without_graph_break(device):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "options", "message"),
+    ("change", "message"),
     [
-        (torch.zeros(3), torch.zeros(3, 4), {}, r"a must be \[M, K\], got \[3\]"),
-        (torch.zeros(2, 3), torch.zeros(4, 4), {}, r"b must be \[K, N\] with K=3, got \[4, 4\]"),
-        (torch.zeros(2, 5, 3), torch.zeros(3, 3, 4), {}, r"b must be \[L, K, N\] with L=2, K=3, got \[3, 3, 4\]"),
-        (torch.zeros(2, 3), torch.zeros(3, 4).half(), {}, "one floating-point dtype"),
-        (torch.zeros(2, 3).int(), torch.zeros(3, 4).int(), {}, "one floating-point dtype"),
-        (torch.zeros(2, 3), torch.zeros(3, 4, device="meta"), {}, "one device"),
-        (torch.zeros(2, 3), torch.zeros(3, 4), {"out_dtype": torch.float16}, "do not give out_dtype torch.float16"),
-        (torch.zeros(2, 3).to(torch.float8_e4m3fn), torch.zeros(3, 4).to(torch.float8_e4m3fn), {}, "16 bits or more"),
+        ({"a": torch.zeros(3)}, r"a must be \[M, K\], got \[3\]"),
+        ({"b": torch.zeros(4, 4)}, r"b must be \[K, N\] with K=3, got \[4, 4\]"),
+        (
+            {"a": torch.zeros(2, 5, 3), "b": torch.zeros(3, 3, 4)},
+            r"b must be \[L, K, N\] with L=2, K=3, got \[3, 3, 4\]",
+        ),
+        ({"b": torch.zeros(3, 4).half()}, "one floating-point dtype"),
+        ({"a": torch.zeros(2, 3).int(), "b": torch.zeros(3, 4).int()}, "one floating-point dtype"),
+        ({"b": torch.zeros(3, 4, device="meta")}, "one device"),
+        ({"out_dtype": torch.float16}, "do not give out_dtype torch.float16"),
+        ({"a": torch.zeros(2, 3).to(FLOAT8), "b": torch.zeros(3, 4).to(FLOAT8)}, "16 bits or more"),
     ],
 )
-def test_bad_input(a, b, options, message):
+def test_bad_input(change, message):
     with pytest.raises(ValueError, match=message):
-        batched_gemm(a, b, **options)
+        batched_gemm(**{"a": torch.zeros(2, 3), "b": torch.zeros(3, 4)} | change)
 
 
 def test_every_kernel_has_the_table_that_it_says():

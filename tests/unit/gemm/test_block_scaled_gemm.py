@@ -17,9 +17,9 @@ from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.tools.tune import check
 
 from ...tiers import default_tier
-from .kernel_arguments import run_or_skip, shuffled
+from .kernel_arguments import kernels_of, name_of, run_or_skip, shuffled
 
-KERNELS = get_kernels(metadata_filter=lambda m: m.kernel_class.arguments_class is BlockScaledGemmArguments)
+KERNELS = kernels_of(BlockScaledGemmArguments)
 # (rows of each group, rows without a group, K, N)
 CASES = {
     "ordinary": ([20, 30, 14], 0, 256, 128),
@@ -67,7 +67,7 @@ def draw(case, device, *, gather, out_dtype=torch.float16, row_scales=True, seed
 
 
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_every_kernel(kernel, case, device):
     args = draw(case, device, gather=kernel.metadata.design.gather)
     run_or_skip(kernel, args)
@@ -76,7 +76,7 @@ def test_every_kernel(kernel, case, device):
     assert args.out.isfinite().all() and not args.out[args.offsets[-1] :].any()
 
 
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_rows_past_the_groups_stay_unwritten_on_request(kernel, device):
     args = dataclasses.replace(draw("tail", device, gather=kernel.metadata.design.gather), zero_tail=False)
     run_or_skip(kernel, args)
@@ -173,7 +173,8 @@ def test_a_tile_table_of_another_height(device):
 @pytest.mark.parametrize("form", ["product", "bias", "activation", "out"])
 def test_grouped_gemm_takes_block_scales(form, implementation, device):
     args = draw("partial_blocks", device, gather=False)
-    a, b = dequantized(args, torch.float64)
+    a = dequantize_blocks(args.A, args.scale_a, 1, BLOCK, torch.float64)
+    b = dequantize_blocks(args.B, args.scale_b, BLOCK, BLOCK, torch.float64)
     generator = torch.Generator(device).manual_seed(1)
     bias = torch.randn(len(b), b.shape[2], device=device, generator=generator)
     row_scale = torch.rand(len(a), device=device, generator=generator)
@@ -190,16 +191,13 @@ def test_grouped_gemm_takes_block_scales(form, implementation, device):
     assert error < (1e-3 if form == "out" or device == "cuda" else 1e-6)
 
 
-def dequantized(args, dtype):
-    a = dequantize_blocks(args.A, args.scale_a, 1, BLOCK, dtype)
-    return a, dequantize_blocks(args.B, args.scale_b, BLOCK, BLOCK, dtype)
-
-
-@pytest.mark.parametrize("name", ["scale_a", "scale_b"])
-def test_grouped_gemm_names_wrong_block_scales(name):
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("scale_a", r"scale_a must be \[R, K/128\]"), ("scale_b", r"scale_b must be \[G, K/128, N/128\]")],
+)
+def test_grouped_gemm_names_wrong_block_scales(name, rule):
     args = draw("partial_blocks", "cpu", gather=False)
     scales = {"scale_a": args.scale_a, "scale_b": args.scale_b}
-    rule = {"scale_a": r"scale_a must be \[R, K/128\]", "scale_b": r"scale_b must be \[G, K/128, N/128\]"}[name]
     with pytest.raises(ValueError, match=rule):
         grouped_gemm(args.A, args.B, args.offsets, **{**scales, name: scales[name][..., :1]})
     with pytest.raises(ValueError, match="scale_a of blocks must come with scale_b, got None"):

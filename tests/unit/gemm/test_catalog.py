@@ -26,11 +26,9 @@ from moe_kernels.tools.measurement_keys import arguments_of
 
 from ...dtypes import DTYPES
 from ...tiers import default_tier
-from .kernel_arguments import run_or_skip, shuffled, skip_unless_supported
+from .kernel_arguments import check_forward, kernels_of, name_of, run_or_skip, shuffled, skip_unless_supported
 
-KERNELS = [kernel for kernel in get_kernels() if kernel.metadata.operands.A.dtype in DTYPES]
-FORWARD = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
-WGRAD = [kernel for kernel in KERNELS if kernel.arguments_class is WgradArguments]
+FORWARD, WGRAD = kernels_of(GroupedGemmArguments, DTYPES), kernels_of(WgradArguments, DTYPES)
 
 # (rows of each group, rows without a group, K, N)
 CASES = {
@@ -56,10 +54,6 @@ if torch.cuda.is_available():
     CASES["long_reduction"] = ([959, 1090, 0, 1153], 100, 1032, 2064)
 
 
-def name_of(kernel):
-    return kernel.metadata.kernel_name
-
-
 def draw(kernel, case, device, transposed=False):
     sizes, tail, size_k, size_n = (CASES | DEEP)[case]
     if is_gated(kernel.metadata.epilogue):
@@ -79,8 +73,10 @@ def draw(kernel, case, device, transposed=False):
     return a, b, dout, torch.tensor(sizes).cumsum(0).int().to(device)
 
 
-def forward_arguments(kernel, case, device, transposed=False):
-    """Return the arguments, and (a, b, offsets) for the reference."""
+def forward_arguments(kernel, case, device, transposed=None):
+    """Return the arguments, and (a, b, offsets) for the reference. By default B is stored as the kernel needs it."""
+    if transposed is None:
+        transposed = kernel.metadata.operands.B.layout == "column"
     a, b, _, offsets = draw(kernel, case, device, transposed)
     tokens, row_to_token = shuffled(a) if kernel.metadata.design.gather else (a, None)
     epilogue = kernel.metadata.epilogue
@@ -106,23 +102,6 @@ def test_forward_kernel(kernel, case, transposed, device):
     check_forward(args, *operands)
 
 
-def check_forward(args, a, b, offsets, bias=None):
-    added = None if args.epilogue is not None else bias
-    exact = reference.grouped_gemm(*to_float64((a, b, offsets)), bias=None if added is None else added.double())
-    assert_accurate(args.product, reference.grouped_gemm(a, b, offsets, bias=added), exact, "product")
-    if args.epilogue is not None:
-        # The activation applies to the product as stored, plus the bias.
-        activate = reference.apply_activation
-        exact = args.product.double()
-        if bias is not None:
-            row = torch.arange(len(exact), device=exact.device)
-            inside = row < offsets[-1]
-            group = torch.searchsorted(offsets, row[inside], right=True)
-            exact[inside] += bias.double()[group]
-        baseline = activate(exact.to(args.out.dtype), args.epilogue)
-        assert_accurate(args.out, baseline, activate(exact, args.epilogue), "activation")
-
-
 FUSED = [kernel for kernel in FORWARD if kernel.metadata.epilogue is not None]
 WITH_EVERY_EPILOGUE = [
     *(kernel for kernel in FORWARD if kernel.metadata.epilogue is None),
@@ -140,8 +119,7 @@ TAKES_BIAS = [
 @pytest.mark.parametrize("kernel", TAKES_BIAS, ids=name_of)
 def test_forward_kernel_with_bias(kernel, case, bias_dtype, device):
     """Test biases. Pointer kernels support biases of any strides and have a separate test."""
-    transposed = kernel.metadata.operands.B.layout == "column"
-    args, (a, b, offsets) = forward_arguments(kernel, case, device, transposed)
+    args, (a, b, offsets) = forward_arguments(kernel, case, device)
     generator = torch.Generator(device).manual_seed(1)
     bias = torch.randn(len(b), b.shape[2], device=device, generator=generator).to(bias_dtype or a.dtype)
     # NaN here reveals a read past the last column of a group.
@@ -180,10 +158,10 @@ REFUSES_BIASES = [kernel for kernel in TAKES_BIAS if isinstance(kernel.metadata.
 
 @pytest.mark.parametrize("kernel", REFUSES_BIASES, ids=name_of)
 def test_biases_that_a_kernel_refuses(kernel):
-    args, (a, b, _) = forward_arguments(kernel, "deep", "cpu", kernel.metadata.operands.B.layout == "column")
+    args, (a, b, _) = forward_arguments(kernel, "deep", "cpu")
     zeros = torch.zeros(len(b), b.shape[2], dtype=a.dtype)
     gated = is_gated(kernel.metadata.epilogue)
-    expected = f"{a.dtype}" if gated else f"{a.dtype} or torch.float32"
+    dtypes = f"{a.dtype}" if gated else f"{a.dtype} or torch.float32"
     assert bool(kernel.takes(dataclasses.replace(args, bias=zeros.float()))) != gated
     assert kernel.takes(dataclasses.replace(args, bias=zeros))
     if args.epilogue is None:
@@ -192,10 +170,7 @@ def test_biases_that_a_kernel_refuses(kernel):
         error = kernel.takes(dataclasses.replace(narrow, bias=zeros[:, :-2])).error
         assert error == "Operand `bias`: expected rows of whole 16 bytes, got 326 columns"
     for bias, error in (
-        (
-            zeros.double(),
-            f"Operand `bias`: expected {expected}, got torch.float64",
-        ),
+        (zeros.double(), f"Operand `bias`: expected {dtypes}, got torch.float64"),
         (zeros.T.contiguous().T, "Operand `bias`: expected axis -1 contiguous, got strides (1, "),
         (zeros[:, 16:], "Operand `bias`: expected shape"),
     ):
@@ -233,27 +208,24 @@ def test_an_epilogue_takes_the_kernel_that_the_listed_one_would(listed, activati
     assert (base is None) == (derived is None)
     if base is not None:
         assert derived.metadata.design == base.metadata.design and derived.metadata.epilogue == activation
-    if has_warp_specialized(device):
+    if device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON:
         assert isinstance(base.metadata.design, WarpSpecializedDesign)
         assert base.metadata.design.tile_shape == (128, 256, 64)
 
 
-def has_warp_specialized(device):
-    return device == "cuda" and torch.cuda.get_device_capability()[0] == 9 and KNOWS_GLUON
-
-
 def test_every_plain_activation_is_an_epilogue_of_a_warp_specialized_kernel():
-    kernels = get_kernels(
-        metadata_filter=lambda m: isinstance(m.design, WarpSpecializedDesign) and m.epilogue == "relu"
-    )
-    kernels = [kernel for kernel in kernels if kernel.arguments_class is GroupedGemmArguments]
+    kernels = [
+        kernel
+        for kernel in kernels_of(GroupedGemmArguments)
+        if isinstance(kernel.metadata.design, WarpSpecializedDesign) and kernel.metadata.epilogue == "relu"
+    ]
     assert any(set(kernel.epilogues) == set(PLAIN_EPILOGUES) for kernel in kernels)
     assert not {name for kernel in kernels for name in kernel.epilogues} & set(EPILOGUES)
 
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_tail_is_left_alone_on_request(kernel, device):
-    args, _ = forward_arguments(kernel, "tail", device, transposed=kernel.metadata.operands.B.layout == "column")
+    args, _ = forward_arguments(kernel, "tail", device)
     skip_unless_supported(kernel, args)
     kernel.run(dataclasses.replace(args, zero_tail=False))
     end = int(args.offsets[-1])
@@ -263,25 +235,20 @@ def test_tail_is_left_alone_on_request(kernel, device):
 @pytest.mark.parametrize("kernel", FORWARD, ids=name_of)
 def test_a_tile_touches_no_row_of_another_group(kernel, device):
     """With only one group's tiles in the table, the neighbouring groups' rows do not change."""
-    args, (a, _, offsets) = forward_arguments(
-        kernel, "tile_edges", device, kernel.metadata.operands.B.layout == "column"
-    )
+    args, (a, _, offsets) = forward_arguments(kernel, "tile_edges", device)
     skip_unless_supported(kernel, args)
     table = reference.tile_table(offsets, len(a), kernel.metadata.design.tile_shape[0])
     for group in (1, 2, 4):
         tiles = table.tiles[(table.tiles[:, 0] == group).nonzero().flatten()].contiguous()
         num_tiles = table.num_tiles.clone()
         num_tiles[:2] = len(tiles)
-        for tensor in (args.out, args.preactivation):
-            if tensor is not None:
-                tensor.fill_(torch.nan)
+        for written in args.outputs:
+            written.fill_(torch.nan)
         kernel.run(dataclasses.replace(args, tile_table=table._replace(tiles=tiles, num_tiles=num_tiles)))
         start, end = table.bounds[group : group + 2].tolist()
-        assert args.out[start:end].isfinite().all()
-        assert args.out[:start].isnan().all() and args.out[end:].isnan().all()
-        if args.preactivation is not None:
-            assert args.preactivation[start:end].isfinite().all()
-            assert args.preactivation[:start].isnan().all() and args.preactivation[end:].isnan().all()
+        for written in args.outputs:
+            assert written[start:end].isfinite().all()
+            assert written[:start].isnan().all() and written[end:].isnan().all()
 
 
 @pytest.mark.parametrize("gathered", ["A", "dout"])
@@ -340,7 +307,7 @@ def test_the_rule_avoids_drifting_programs_in_long_gradients(form):
 
 def test_metadata_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        KERNELS[0].metadata.design.num_warps = 1
+        FORWARD[0].metadata.design.num_warps = 1
 
 
 half = partial(torch.zeros, dtype=torch.float16)
@@ -364,9 +331,8 @@ def test_malformed_arguments_are_an_error_and_no_crash(case):
 
 
 def test_supports_names_the_arguments_class():
-    kernel = next(k for k in get_kernels() if k.arguments_class is GroupedGemmArguments)
     args = WgradArguments(torch.zeros(4, 8), torch.zeros(4, 8), torch.zeros(2, 8, 8))
-    assert "expected GroupedGemmArguments, got WgradArguments" in kernel.supports(args).error
+    assert "expected GroupedGemmArguments, got WgradArguments" in FORWARD[0].supports(args).error
 
 
 def test_no_kernel_is_remembered(monkeypatch):

@@ -27,9 +27,9 @@ def make_args(device, dtype, *, rank=16, gather=False, column=True, size_k=72):
     index = torch.randint(50, (num_rows,), device=device, generator=generator).int() if gather else None
     b, extra_b = randn(num_groups, size_k, num_columns), randn(num_groups, rank, num_columns)
     if column:
-        b, extra_b = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (b, extra_b))
+        b, extra_b = (x.mT.contiguous().mT for x in (b, extra_b))
     extra_a = randn(num_rows, rank)
-    extra_a[sum(counts) :] = float("nan")
+    extra_a[sum(counts) :] = torch.nan
     out = torch.empty(num_rows, num_columns, device=device, dtype=dtype)
     a = randn(50 if gather else num_rows, size_k)
     return GroupedGemmArguments(a, b, out, offsets=offsets, row_to_token=index, extra_a=extra_a, extra_b=extra_b)

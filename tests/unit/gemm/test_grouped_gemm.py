@@ -53,13 +53,9 @@ def test_matches_reference(case, dtype, device):
 @pytest.mark.parametrize("case", CASES)
 def test_wgrad_matches_reference(case, dtype, device):
     ends, num_rows, _, size_n = CASES[case]
-
-    def draw_wgrad(seed):
-        a, _, offsets = draw(case, dtype, device, seed)
-        generator = torch.Generator(device).manual_seed(seed + 50)
-        return a, torch.randn(num_rows, size_n, device=device, generator=generator).to(dtype), offsets
-
-    a, dout, offsets = draw_wgrad(0)
+    a, _, offsets = draw(case, dtype, device)
+    generator = torch.Generator(device).manual_seed(50)
+    dout = torch.randn(num_rows, size_n, device=device, generator=generator).to(dtype)
     exact = reference.grouped_gemm_wgrad(*to_float64((a, dout, offsets)))
     actual = triton_wgrad(a, dout, offsets)
     assert_accurate(actual, reference.grouped_gemm_wgrad(a, dout, offsets), exact, "wgrad")
@@ -106,7 +102,7 @@ def test_agrees_with_torch(implementation, dtype, sizes, tail, size_k, size_n, t
 def test_strided_operands_with_gradients(dtype, device):
     a, b, offsets = draw("odd_sizes", dtype, device)
     spread = torch.full((2 * len(a), 3 * a.shape[1]), torch.nan, dtype=dtype, device=device)[::2, 1::3]
-    strided = spread.copy_(a), b.transpose(1, 2).contiguous().transpose(1, 2)
+    strided = spread.copy_(a), b.mT.contiguous().mT
     actual, expected = (run_with_grads(triton_gemm, (*operands, offsets)) for operands in (strided, (a, b)))
     assert all(map(torch.equal, actual, expected))
     assert actual[2].stride() == strided[1].stride()
@@ -134,26 +130,23 @@ def test_bad_offsets_on_the_gpu_are_clamped(device):
     assert torch.equal(triton_wgrad(a, a, offsets), triton_wgrad(a, a, clamped))
 
 
-@pytest.mark.gpu
-def test_float32_uses_tf32_only_on_request(device):
-    a, b, offsets = draw("ordinary", torch.float32, device)
-    exact = reference.grouped_gemm(a.double(), b.double(), offsets)
-    error = (triton_gemm(a, b, offsets) - exact).abs().max()
-    previous = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        tf32_error = (triton_gemm(a, b, offsets) - exact).abs().max()
-    finally:
-        torch.set_float32_matmul_precision(previous)
-    assert error < 1e-4 < tf32_error
-
-
 @pytest.fixture
 def precision_settings():
+    """Reset the settings of float32 products after the test."""
     yield
     torch.set_float32_matmul_precision("highest")
     for backend in (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
         backend.fp32_precision = "none"
+
+
+@pytest.mark.gpu
+def test_float32_uses_tf32_only_on_request(device, precision_settings):
+    a, b, offsets = draw("ordinary", torch.float32, device)
+    exact = reference.grouped_gemm(a.double(), b.double(), offsets)
+    error = (triton_gemm(a, b, offsets) - exact).abs().max()
+    torch.set_float32_matmul_precision("high")
+    tf32_error = (triton_gemm(a, b, offsets) - exact).abs().max()
+    assert error < 1e-4 < tf32_error
 
 
 MATMUL = torch.backends.cuda.matmul
@@ -250,7 +243,7 @@ def test_the_gradient_of_a_stored_weight_takes_the_kernel_of_a_plain_one(dtype, 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_accumulated_gradients_are_added_and_rounded_once(implementation, dtype, out_dtype, device):
-    """Also in a transposed view. An empty group keeps its values."""
+    """`out` may be a transposed view. An empty group keeps its values."""
     out_dtype = out_dtype or dtype
     generator = torch.Generator().manual_seed(0)
     a, dout = (torch.randn(70, size, generator=generator).to(device, dtype) for size in (40, 24))
@@ -271,7 +264,7 @@ def test_accumulated_gradients_are_added_and_rounded_once(implementation, dtype,
 def test_opcheck(transposed, device):
     a, b, offsets = draw("tail", torch.float32, device)
     if transposed:
-        b = b.transpose(1, 2).contiguous().transpose(1, 2)
+        b = b.mT.contiguous().mT
     torch.library.opcheck(_grouped_gemm_op.overload, (a.requires_grad_(), b.detach().requires_grad_(), offsets))
     torch.library.opcheck(_wgrad_op.overload, (a.detach(), a.detach(), offsets, transposed))
 
@@ -290,29 +283,25 @@ def test_reference_compiles_with_group_sizes_as_symbols(backend, by_columns):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "offsets", "message"),
+    ("change", "message"),
     [
-        (torch.zeros(4), torch.zeros(2, 3, 5), torch.tensor([1, 2]).int(), r"a must be \[R, K\], got \[4\]"),
-        (torch.zeros(4, 3), torch.zeros(2, 4, 5), torch.tensor([1, 2]).int(), r"b must be \[G, K, N\] with K=3"),
-        (
-            torch.zeros(4, 3),
-            torch.zeros(2, 3, 5),
-            torch.tensor([1]).int(),
-            r"offsets must be \[G\] with G=2, got \[1\]",
-        ),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5), torch.tensor([1, 2]), "offsets must be torch.int32, got torch.int64"),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5).half(), torch.tensor([1, 2]).int(), "one floating-point dtype"),
-        (torch.zeros(4, 3).int(), torch.zeros(2, 3, 5).int(), torch.tensor([1, 2]).int(), "one floating-point dtype"),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5, device="meta"), torch.tensor([1, 2]).int(), "one device"),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5), torch.tensor([3, 2]).int(), r"non-decreasing.*got \[3, 2\]"),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5), torch.tensor([-1, 2]).int(), r"within \[0, R=4\], got \[-1, 2\]"),
-        (torch.zeros(4, 3), torch.zeros(2, 3, 5), torch.tensor([1, 5]).int(), r"within \[0, R=4\], got \[1, 5\]"),
-        (torch.zeros(4, 3), torch.zeros(0, 3, 5), torch.tensor([]).int(), "at least one group"),
+        ({"a": torch.zeros(4)}, r"a must be \[R, K\], got \[4\]"),
+        ({"b": torch.zeros(2, 4, 5)}, r"b must be \[G, K, N\] with K=3"),
+        ({"offsets": torch.tensor([1]).int()}, r"offsets must be \[G\] with G=2, got \[1\]"),
+        ({"offsets": torch.tensor([1, 2])}, "offsets must be torch.int32, got torch.int64"),
+        ({"b": torch.zeros(2, 3, 5).half()}, "one floating-point dtype"),
+        ({"a": torch.zeros(4, 3).int(), "b": torch.zeros(2, 3, 5).int()}, "one floating-point dtype"),
+        ({"b": torch.zeros(2, 3, 5, device="meta")}, "one device"),
+        ({"offsets": torch.tensor([3, 2]).int()}, r"non-decreasing.*got \[3, 2\]"),
+        ({"offsets": torch.tensor([-1, 2]).int()}, r"within \[0, R=4\], got \[-1, 2\]"),
+        ({"offsets": torch.tensor([1, 5]).int()}, r"within \[0, R=4\], got \[1, 5\]"),
+        ({"b": torch.zeros(0, 3, 5), "offsets": torch.tensor([]).int()}, "at least one group"),
     ],
 )
-def test_bad_input(a, b, offsets, message):
+def test_bad_input(change, message):
+    operands = {"a": torch.zeros(4, 3), "b": torch.zeros(2, 3, 5), "offsets": torch.tensor([1, 2]).int()} | change
     with pytest.raises(ValueError, match=message):
-        grouped_gemm(a, b, offsets)
+        grouped_gemm(*operands.values())
 
 
 def test_bad_wgrad_input():

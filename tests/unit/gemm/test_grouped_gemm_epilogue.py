@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from moe_kernels import Activation, GroupedGemmArguments, get_kernels, grouped_gemm, grouped_gemm_wgrad, reference
+from moe_kernels import Activation, GroupedGemmArguments, grouped_gemm, grouped_gemm_wgrad, reference
 from moe_kernels.gemm.kernel import PointerDesign
 from moe_kernels.gemm.ops.grouped_gemm import (
     _gated_gemm_op,
@@ -24,10 +24,11 @@ from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads,
 from ...dtypes import DTYPES
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
-from .kernel_arguments import skip_without_float8
+from .kernel_arguments import kernels_of, skip_without_float8
 
 FLOAT8 = torch.float8_e4m3fn
 IMPLEMENTATIONS = ("triton", "reference")
+triton_gemm = partial(grouped_gemm, implementation="triton")
 
 # (end rows of the groups, rows, K, N)
 CASES = {
@@ -36,7 +37,8 @@ CASES = {
     "empty_groups": ([0, 0, 30, 30, 45], 45, 32, 48),
     "odd_sizes": ([5, 36, 53], 57, 97, 46),
 }
-OPTIONS = (("bias",), ("row_scale",), ("bias", "row_scale"))
+BOTH = ("bias", "row_scale")
+OPTIONS = (("bias",), ("row_scale",), BOTH)
 
 
 def draw(case, dtype, device, names=(), seed=0):
@@ -69,7 +71,7 @@ def with_options(op, names, **fixed):
 
 def check(case, dtype, device, names, **fixed):
     check_accuracy(
-        with_options(partial(grouped_gemm, implementation="triton"), names, **fixed),
+        with_options(triton_gemm, names, **fixed),
         with_options(reference.grouped_gemm, names, **fixed),
         partial(draw, case, dtype, device, names),
         ("out", "da", "db", *(f"d{name}" for name in names)),
@@ -77,7 +79,7 @@ def check(case, dtype, device, names, **fixed):
 
 
 @pytest.mark.parametrize(
-    ("names", "activation"), [*((names, None) for names in OPTIONS), ((), "swiglu"), (OPTIONS[-1], "swiglu")], ids=str
+    ("names", "activation"), [*((names, None) for names in OPTIONS), ((), "swiglu"), (BOTH, "swiglu")], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", default_tier(CASES, {"odd_sizes"}))
@@ -88,7 +90,7 @@ def test_matches_reference(case, dtype, names, activation, device):
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
 def test_float32_results_of_16_bit_operands(dtype, activation, device):
-    check("odd_sizes", dtype, device, ("bias", "row_scale"), activation=activation, out_dtype=torch.float32)
+    check("odd_sizes", dtype, device, BOTH, activation=activation, out_dtype=torch.float32)
 
 
 @pytest.mark.gpu
@@ -100,7 +102,7 @@ def test_a_fast_kernel_with_the_rest_behind(activation, names, device, monkeypat
     dtype = DTYPES[-1]
     a, b, offsets, *_ = draw("large", dtype, device)
     kernel = find(GroupedGemmArguments(a, b, a.new_empty(256, 528), offsets=offsets))
-    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
+    if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the fast kernels are for capability 9.0")
     assert not isinstance(kernel.metadata.design, PointerDesign)
     check("large", dtype, device, names, activation=activation)
@@ -134,10 +136,9 @@ def test_float16_may_overflow_before_the_scale(activation, implementation, devic
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_rows_past_the_end_do_not_leak(activation, implementation, device):
-    names = ("bias", "row_scale")
-    a, b, offsets, *options = draw("odd_sizes", torch.float32, device, names)
+    a, b, offsets, *options = draw("odd_sizes", torch.float32, device, BOTH)
     end = int(offsets[-1])
-    op = with_options(partial(grouped_gemm, implementation=implementation), names, activation=activation)
+    op = with_options(partial(grouped_gemm, implementation=implementation), BOTH, activation=activation)
     expected = op(a, b, offsets, *options)
     a[end:] = options[1][end:] = torch.nan
     leaves = [tensor.requires_grad_() for tensor in (a, b, *options)]
@@ -152,10 +153,8 @@ def test_rows_past_the_end_do_not_leak(activation, implementation, device):
 
 KERNELS = [
     kernel
-    for kernel in get_kernels(metadata_filter=lambda metadata: "bias" in metadata.optional_operands)
-    if kernel.arguments_class is GroupedGemmArguments
-    and kernel.metadata.operands.A.dtype in (*DTYPES, FLOAT8)
-    and isinstance(kernel.metadata.design, PointerDesign)
+    for kernel in kernels_of(GroupedGemmArguments, (*DTYPES, FLOAT8))
+    if "bias" in kernel.metadata.optional_operands and isinstance(kernel.metadata.design, PointerDesign)
 ]
 
 
@@ -225,14 +224,13 @@ def test_float8_names_the_capability():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activation", [None, "swiglu"])
 def test_out(activation, implementation, device):
-    names = ("bias", "row_scale")
-    a, b, offsets, *options = draw("odd_sizes", torch.float16, device, names)
+    a, b, offsets, *options = draw("odd_sizes", torch.float16, device, BOTH)
     op = partial(grouped_gemm, implementation=implementation, activation=activation)
-    expected = with_options(op, names)(a, b, offsets, *options)
+    expected = with_options(op, BOTH)(a, b, offsets, *options)
     for dtype in (torch.float16, torch.float32):
         memory = torch.full((2 * len(a), 3 * expected.shape[1]), torch.nan, dtype=dtype, device=device)
         out = memory[::2, ::3]
-        result = with_options(op, names, out=out)(a, b, offsets, *options)
+        result = with_options(op, BOTH, out=out)(a, b, offsets, *options)
         assert result is out and not out[int(offsets[-1]) :].any()
         assert_accurate(out.to(torch.float16), expected, expected.double())
         assert memory[1::2].isnan().all() and memory[:, 1::3].isnan().all()
@@ -264,9 +262,8 @@ def test_wgrad_is_differentiable(dtype, device):
 
 
 def test_repeats_bitwise(device):
-    names = ("bias", "row_scale")
-    op = with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu")
-    step = partial(run_with_grads, op, draw("odd_sizes", DTYPES[-1], device, names))
+    op = with_options(triton_gemm, BOTH, activation="swiglu")
+    step = partial(run_with_grads, op, draw("odd_sizes", DTYPES[-1], device, BOTH))
     first = step()
     for _ in range(20 if device == "cuda" else 2):
         assert all(map(torch.equal, step(), first))
@@ -274,9 +271,8 @@ def test_repeats_bitwise(device):
 
 def test_frozen_operands(device):
     """Only operands that need a gradient get one, and it does not depend on the others."""
-    names = ("bias", "row_scale")
-    inputs = draw("ordinary", torch.float32, device, names)
-    op = with_options(partial(grouped_gemm, implementation="triton"), names)
+    inputs = draw("ordinary", torch.float32, device, BOTH)
+    op = with_options(triton_gemm, BOTH)
     every = (0, 1, 3, 4)
     operands = [inputs[i].requires_grad_() for i in every]
     expected = dict(zip(every, torch.autograd.grad(op(*inputs).sum(), operands), strict=True))
@@ -293,7 +289,7 @@ def test_frozen_operands(device):
 
 @slow
 def test_opcheck(device):
-    a, b, offsets, bias, row_scale = draw("odd_sizes", torch.float32, device, ("bias", "row_scale"))
+    a, b, offsets, bias, row_scale = draw("odd_sizes", torch.float32, device, BOTH)
     operands = (a.requires_grad_(), b.requires_grad_(), offsets, bias.requires_grad_(), row_scale.requires_grad_())
     torch.library.opcheck(_grouped_gemm_op.overload, (*operands, None, None, torch.float32))
     torch.library.opcheck(_gated_gemm_op.overload, (*operands, None, None, "swiglu", torch.float32))
@@ -306,12 +302,11 @@ def test_opcheck(device):
 
 
 def test_compiles_without_graph_break(device):
-    names = ("bias", "row_scale")
-    inputs = draw("odd_sizes", torch.float32, device, names)
-    assert_compiles(with_options(partial(grouped_gemm, implementation="triton"), names, activation="swiglu"), inputs)
+    inputs = draw("odd_sizes", torch.float32, device, BOTH)
+    assert_compiles(with_options(triton_gemm, BOTH, activation="swiglu"), inputs)
 
     def into(out, *inputs):
-        return with_options(partial(grouped_gemm, implementation="triton", out=out), names)(*inputs)
+        return with_options(triton_gemm, BOTH, out=out)(*inputs)
 
     memory = torch.empty(len(inputs[0]), inputs[1].shape[2], device=device)
     torch.compile(into, fullgraph=True, backend="aot_eager")(memory, *inputs)

@@ -12,22 +12,18 @@ from moe_kernels.gemm import selection
 from moe_kernels.gemm.kernels.problem_table import make_problem_table
 from moe_kernels.gemm.ops import grouped_checks
 from moe_kernels.gemm.ops.grouped_gemm_list import _grouped_gemm_list_op
-from moe_kernels.testing import assert_accurate
+from moe_kernels.testing import assert_accurate, to_float64
 
 from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
 from ...tiers import default_tier
 from ..compiled import assert_compiles
-from .kernel_arguments import run_or_skip, skip_without_float8
+from .kernel_arguments import kernels_of, name_of, run_or_skip, skip_without_float8
 
 FLOAT8 = torch.float8_e4m3fn
 triton_list = partial(grouped_gemm_list, implementation="triton")
 reference_list = partial(grouped_gemm_list, implementation="reference")
-KERNELS = [
-    kernel
-    for kernel in get_kernels()
-    if kernel.arguments_class is GroupedGemmListArguments and kernel.metadata.operands.A.dtype in (*DTYPES, FLOAT8)
-]
+KERNELS = kernels_of(GroupedGemmListArguments, (*DTYPES, FLOAT8))
 
 # (M, N, K) of each problem
 CASES = {
@@ -77,6 +73,11 @@ def joined(tensors):
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
+def unwritten(a_list, b_list):
+    """Return an output of NaN for each problem."""
+    return [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
+
+
 def check(a_list, b_list, **options):
     """Hold outputs and gradients of the kernels to the reference. Return the outputs."""
     actual, baseline = (with_gradients(partial(op, **options), a_list, b_list) for op in (triton_list, reference_list))
@@ -96,7 +97,7 @@ def test_matches_reference(case, dtype, layouts, device):
 
 @pytest.mark.parametrize("layouts", default_tier(["rr", "rc", "cr", "cc", "mm"], ["rc", "mm"]))
 @pytest.mark.parametrize("case", default_tier(CASES, QUICK))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_kernel(kernel, case, layouts, device):
     dtype = kernel.metadata.operands.A.dtype
     out_dtype = torch.float16 if dtype == FLOAT8 else dtype
@@ -107,7 +108,7 @@ def test_kernel(kernel, case, layouts, device):
     epilogue = kernel.metadata.epilogue
     args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=epilogue)
     run_or_skip(kernel, args)
-    exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
+    exact = reference_list(to_float64(a_list), to_float64(b_list))
     expected = [joined(reference_list(a_list, b_list, out_dtype=out_dtype)), joined(exact)]
     if epilogue is not None:
         expected = [reference.apply_activation(product, epilogue) for product in expected]
@@ -130,7 +131,7 @@ def test_float8(case, layouts, out_dtype, device, monkeypatch):
         pytest.skip("no bfloat16 in the interpreter")
     monkeypatch.setitem(CASES, case, FLOAT8_CASES[case])
     a_list, b_list = draw(case, FLOAT8, device, layouts)
-    exact = reference_list([a.double() for a in a_list], [b.double() for b in b_list])
+    exact = reference_list(to_float64(a_list), to_float64(b_list))
     outs = [triton_list(a_list, b_list, out_dtype=out_dtype)]
     outs.append(GroupedProblem.from_lists(a_list, b_list, out_dtype=out_dtype, implementation="triton").run())
     # Tensor cores sum the float8 products of a step with fewer bits than float32, but more than float16.
@@ -143,12 +144,10 @@ def test_float8(case, layouts, out_dtype, device, monkeypatch):
 
 def test_float8_in_the_reference(device):
     a_list, b_list = draw("unlike", FLOAT8, device)
-    outs = reference_list(a_list, b_list)
-    for out, prepared, a, b in zip(
-        outs, GroupedProblem.from_lists(a_list, b_list, implementation="reference").run(), a_list, b_list, strict=True
-    ):
+    prepared = GroupedProblem.from_lists(a_list, b_list, implementation="reference").run()
+    for out, again, a, b in zip(reference_list(a_list, b_list), prepared, a_list, b_list, strict=True):
         assert out.dtype == torch.bfloat16 and torch.equal(out, (a.float() @ b.float()).bfloat16())
-        assert torch.equal(out, prepared)
+        assert torch.equal(out, again)
 
 
 def test_float8_names_the_capability(monkeypatch):
@@ -164,9 +163,9 @@ def test_float8_names_the_capability(monkeypatch):
 def test_epilogues(dtype, device):
     a_list, b_list = draw("odd_sizes", dtype, device, "mm")
     products = joined(reference_list(a_list, b_list))
-    exact = joined(reference_list([a.double() for a in a_list], [b.double() for b in b_list]))
+    exact = joined(reference_list(to_float64(a_list), to_float64(b_list)))
     for epilogue in PLAIN_EPILOGUES:
-        outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
+        outs = unwritten(a_list, b_list)
         args = GroupedGemmListArguments(a_list, b_list, outs, epilogue=epilogue)
         selection.run(args)
         expected = (reference.apply_activation(product, epilogue) for product in (products, exact))
@@ -224,7 +223,7 @@ def test_whatever_the_default_device(implementation, device):
 
 def test_artifact_and_workspace(device):
     a_list, b_list = draw("unlike", torch.float16, device)
-    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
+    outs = unwritten(a_list, b_list)
     args = GroupedGemmListArguments(a_list, b_list, outs)
     expected = joined(reference_list(a_list, b_list))
     for kernel in get_kernels(args):
@@ -254,8 +253,7 @@ def test_table(device):
     a_list, b_list = draw("empty", torch.float32, device)
     a_list.append(torch.zeros(65, 40, device=device))
     b_list.append(torch.zeros(200, 40, device=device).t())
-    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list[:-1], strict=False)]
-    outs.append(torch.empty(65, 200, device=device))
+    outs = unwritten(a_list, b_list)
     args = GroupedGemmListArguments(a_list, b_list, outs)
     table = make_problem_table(args, 64, 128)
     assert table.tile_to_problem.tolist() == [5, 5, 5, 5, 4, 2]
@@ -371,8 +369,7 @@ def test_what_tma_refuses_the_pointer_kernel_takes(problem, error):
     tma = next(k for k in KERNELS if k.metadata.operands.A.dtype == torch.float16 and k.metadata.design.tma)
     good = torch.zeros(8, 8).half(), torch.zeros(8, 8).half()
     a_list, b_list = zip(good, problem, strict=True)
-    outs = [a.new_empty(a.shape[0], b.shape[1]) for a, b in zip(a_list, b_list, strict=True)]
-    args = GroupedGemmListArguments(a_list, b_list, outs)
+    args = GroupedGemmListArguments(a_list, b_list, unwritten(a_list, b_list))
     assert error in tma.supports(args).error
     if kernel := selection.find(args):  # None on a machine with a GPU, because these tensors are on the CPU
         assert not kernel.metadata.design.tma

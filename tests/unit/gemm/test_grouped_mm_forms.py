@@ -16,11 +16,7 @@ from ...dtypes import DTYPES
 FORMS = {
     "2d_3d": ((48, 24), (3, 24, 40), lambda a, b, offs, **options: grouped_gemm(a, b, offs, **options)),
     "2d_2d": ((24, 48), (48, 40), lambda a, b, offs, **options: grouped_gemm_wgrad(a.T, b, offs, **options)),
-    "3d_2d": (
-        (3, 24, 40),
-        (40, 48),
-        lambda a, b, offs, **options: grouped_gemm(b.T, a.transpose(1, 2), offs, **options).T,
-    ),
+    "3d_2d": ((3, 24, 40), (40, 48), lambda a, b, offs, **options: grouped_gemm(b.T, a.mT, offs, **options).T),
     "3d_3d": ((3, 24, 40), (3, 40, 32), lambda a, b, offs, **options: batched_gemm(a, b, **options)),
 }
 

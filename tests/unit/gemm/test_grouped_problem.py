@@ -5,7 +5,7 @@ import torch
 
 from moe_kernels import GroupedProblem
 
-from .test_grouped_gemm_list import KERNELS, MATRIX, draw, joined, reference_list, triton_list
+from .test_grouped_gemm_list import KERNELS, MATRIX, draw, joined, reference_list, triton_list, unwritten
 
 
 def test_prepared_problem(device):
@@ -45,7 +45,7 @@ def test_prepared_problem_with_a_kernel_of_choice(device):
 
 def test_prepared_problem_of_the_reference(device):
     a_list, b_list = draw("empty", torch.float64, device)
-    outs = [a.new_full((a.shape[0], b.shape[1]), torch.nan) for a, b in zip(a_list, b_list, strict=True)]
+    outs = unwritten(a_list, b_list)
     results = GroupedProblem.from_lists(a_list, b_list, out_list=outs).run()
     assert all(x is out for x, out in zip(results, outs, strict=True))
     assert all(torch.equal(x, a @ b) for x, a, b in zip(results, a_list, b_list, strict=True))

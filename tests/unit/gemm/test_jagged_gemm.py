@@ -3,25 +3,21 @@ from functools import partial
 import pytest
 import torch
 
-from moe_kernels import JaggedGemmArguments, WgradArguments, get_kernels, jagged_gemm, pack_groups, reference
+from moe_kernels import JaggedGemmArguments, WgradArguments, jagged_gemm, pack_groups, reference
 from moe_kernels.gemm.kernels.jagged import FLOAT32_WGRAD_KERNELS, make_jagged_table
 from moe_kernels.gemm.ops.jagged_gemm import _jagged_gemm_op, _jagged_wgrad_op
-from moe_kernels.testing import assert_accurate, check_accuracy, to_float64
+from moe_kernels.testing import assert_accurate, check_accuracy, run_with_grads, to_float64
 
 from ...dtypes import DTYPES
 from ...gpu import waiting_is_an_error
 from ...tiers import default_tier, slow
 from ..compiled import assert_compiles
-from .kernel_arguments import run_or_skip
+from .kernel_arguments import kernels_of, name_of, run_or_skip
 
 triton_jagged = partial(jagged_gemm, implementation="triton")
-# Below the check of the first offset, which a GPU lacks.
+# Called below `jagged_gemm`, which refuses a first offset above 0 on the CPU.
 OPS = [_jagged_gemm_op, reference.jagged_gemm]
-KERNELS = [
-    kernel
-    for kernel in get_kernels()
-    if kernel.arguments_class is JaggedGemmArguments and kernel.metadata.operands.A.dtype in DTYPES
-]
+KERNELS = kernels_of(JaggedGemmArguments, DTYPES)
 
 # (group offsets, rows, K, N)
 CASES = {
@@ -57,7 +53,7 @@ def test_matches_reference(case, dtype, device):
 
 @pytest.mark.parametrize("transposed", default_tier([False, True], [True]))
 @pytest.mark.parametrize("case", default_tier(sorted(set(CASES) - {"growing", "one_row"}), QUICK))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", KERNELS, ids=name_of)
 def test_kernel(kernel, case, transposed, device):
     """Test every kernel. Rows without a group hold NaN."""
     a, b, offsets = draw(case, kernel.metadata.operands.A.dtype, device)
@@ -72,7 +68,7 @@ def test_kernel(kernel, case, transposed, device):
     assert not args.out[: offsets[0]].any() and not args.out[offsets[-1] :].any()
 
 
-@pytest.mark.parametrize("kernel", FLOAT32_WGRAD_KERNELS, ids=lambda kernel: kernel.metadata.kernel_name)
+@pytest.mark.parametrize("kernel", FLOAT32_WGRAD_KERNELS, ids=name_of)
 def test_float32_wgrad_kernel(kernel, device):
     if (dtype := kernel.metadata.operands.A.dtype) not in DTYPES:
         pytest.skip("no bfloat16 in the interpreter")
@@ -128,10 +124,9 @@ def test_mixed_dtypes_are_promoted(implementation, a_dtype, b_dtype, device):
     op = partial(jagged_gemm, implementation=implementation)
     a, b, offsets = draw("from_zero", torch.float16, device)
     a, b = a.to(a_dtype), b.to(b_dtype)
-    dout = torch.ones(len(a), b.shape[1], device=device)
-    out, da, db = gradients(op, a, b, offsets, dout)
+    out, da, db = run_with_grads(op, (a, b, offsets))
     assert (out.dtype, da.dtype, db.dtype) == (torch.float32, a_dtype, b_dtype)
-    expected = gradients(op, a.float(), b.float(), offsets, dout)
+    expected = run_with_grads(op, (a.float(), b.float(), offsets))
     assert torch.equal(out, expected[0])
     assert torch.equal(da, expected[1].to(a_dtype)) and torch.equal(db, expected[2].to(b_dtype))
 
@@ -139,9 +134,8 @@ def test_mixed_dtypes_are_promoted(implementation, a_dtype, b_dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_gradient_of_b_lies_as_b(dtype, device):
     a, b, offsets = draw("parts", dtype, device)
-    dout = torch.randn(len(a), b.shape[1], device=device).to(dtype)
     for matrix in (b, b.t().contiguous().t()):
-        assert gradients(_jagged_gemm_op, a, matrix, offsets, dout)[2].stride() == matrix.stride()
+        assert run_with_grads(_jagged_gemm_op, (a, matrix, offsets))[2].stride() == matrix.stride()
 
 
 def test_pack_groups(device):
@@ -208,9 +202,8 @@ def test_table_of_parts(parts, device):
 def test_bad_offsets_on_the_gpu_are_clamped(device):
     a, b, _ = draw("head_and_tail", torch.float32, device)
     bad, clamped = (torch.tensor(values, device=device) for values in ([50, 20, 1000], [50, 50, 200]))
-    dout = torch.ones(len(a), b.shape[1], device=device)
-    results = [gradients(triton_jagged, a, b, offsets, dout) for offsets in (bad, clamped)]
-    assert all(torch.equal(x, e) for x, e in zip(*results, strict=True))
+    actual, expected = (run_with_grads(triton_jagged, (a, b, offsets)) for offsets in (bad, clamped))
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.gpu
@@ -229,11 +222,10 @@ def test_too_many_groups(device):
 
 
 def test_repeats_bitwise(device):
-    a, b, offsets = draw("parts", DTYPES[-1], device)
-    dout = torch.randn(len(a), b.shape[1], device=device).to(a.dtype)
-    first = gradients(_jagged_gemm_op, a, b, offsets, dout)
+    step = partial(run_with_grads, _jagged_gemm_op, draw("parts", DTYPES[-1], device))
+    first = step()
     for _ in range(20 if device == "cuda" else 1):
-        assert all(map(torch.equal, gradients(_jagged_gemm_op, a, b, offsets, dout), first))
+        assert all(map(torch.equal, step(), first))
 
 
 def test_frozen_operands_get_no_gradient(device):
@@ -257,25 +249,26 @@ def test_compiles_without_graph_break(device):
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "offsets", "message"),
+    ("change", "message"),
     [
-        (torch.zeros(4), torch.zeros(3, 5), torch.tensor([0, 2]), r"a_packed must be \[R, K\], got \[4\]"),
-        (torch.zeros(4, 3), torch.zeros(4, 5), torch.tensor([0, 2]), r"b must be \[K, N\] with K=3, got \[4, 5\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([2]), r"\[G \+ 1\] with at least one group, got \[1\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.zeros(2, 2).int(), r"at least one group, got \[2, 2\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([0.0, 2.0]), "must be torch.int32 or torch.int64"),
-        (torch.zeros(4, 3).int(), torch.zeros(3, 5), torch.tensor([0, 2]), "operands must be floating-point"),
-        (torch.zeros(4, 3), torch.zeros(3, 5, device="meta"), torch.tensor([0, 2]), "one device"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([3, 2]), r"non-decreasing.*got \[3, 2\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([-1, 2]), r"within \[0, R=4\], got \[-1, 2\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([0, 5]), r"within \[0, R=4\], got \[0, 5\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([0, 1, 1, 2, 9]), r"got \[0, 1, 1, and 2 more\]"),
-        (torch.zeros(4, 3), torch.zeros(3, 5), torch.tensor([2, 4]), r"start with 0, got 2; for end rows.*pad\(offs"),
+        ({"a": torch.zeros(4)}, r"a_packed must be \[R, K\], got \[4\]"),
+        ({"b": torch.zeros(4, 5)}, r"b must be \[K, N\] with K=3, got \[4, 5\]"),
+        ({"offsets": torch.tensor([2])}, r"\[G \+ 1\] with at least one group, got \[1\]"),
+        ({"offsets": torch.zeros(2, 2).int()}, r"at least one group, got \[2, 2\]"),
+        ({"offsets": torch.tensor([0.0, 2.0])}, "must be torch.int32 or torch.int64"),
+        ({"a": torch.zeros(4, 3).int()}, "operands must be floating-point"),
+        ({"b": torch.zeros(3, 5, device="meta")}, "one device"),
+        ({"offsets": torch.tensor([3, 2])}, r"non-decreasing.*got \[3, 2\]"),
+        ({"offsets": torch.tensor([-1, 2])}, r"within \[0, R=4\], got \[-1, 2\]"),
+        ({"offsets": torch.tensor([0, 5])}, r"within \[0, R=4\], got \[0, 5\]"),
+        ({"offsets": torch.tensor([0, 1, 1, 2, 9])}, r"got \[0, 1, 1, and 2 more\]"),
+        ({"offsets": torch.tensor([2, 4])}, r"start with 0, got 2; for end rows.*pad\(offs"),
     ],
 )
-def test_bad_input(a, b, offsets, message):
+def test_bad_input(change, message):
+    operands = {"a": torch.zeros(4, 3), "b": torch.zeros(3, 5), "offsets": torch.tensor([0, 2])} | change
     with pytest.raises(ValueError, match=message):
-        jagged_gemm(a, b, offsets)
+        jagged_gemm(*operands.values())
 
 
 @pytest.mark.parametrize("a_list", [[], [torch.zeros(3)], [torch.zeros(2, 3), torch.zeros(2, 4)]])

@@ -1,6 +1,7 @@
 """Persistent kernels whose programs wait for each other (`hopper.pace`), also when the programs cannot run together."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_producer_waits_and_gives_up(device):
         expected = args.out.clone()
         args.tile_table.num_tiles[2] = -(10**6)
         args.out.fill_(torch.nan)
-        assert milliseconds(lambda kernel=kernel, args=args: kernel.run(args)) > 5
+        assert milliseconds(partial(kernel.run, args)) > 5
         assert torch.equal(args.out, expected), kernel.metadata.kernel_name
         assert args.tile_table.num_tiles[2:].tolist() == [-(10**6), 0]
 
@@ -79,7 +80,7 @@ def test_short_reductions_do_not_wait(device):
         args = draw(kernel, device, shorter=4)
         kernel.run(args)
         args.tile_table.num_tiles[2] = -(10**6)
-        assert milliseconds(lambda kernel=kernel, args=args: kernel.run(args)) < 5
+        assert milliseconds(partial(kernel.run, args)) < 5
         assert args.tile_table.num_tiles[2:].tolist() == [-(10**6), 0]
 
 
@@ -92,7 +93,7 @@ def test_programs_that_cannot_run_together(device):
         three = dataclasses.replace(args, reserved_sms=-2 * torch.cuda.get_device_properties(0).multi_processor_count)
         kernel.run(three)
         args.out.fill_(torch.nan)
-        elapsed = milliseconds(lambda kernel=kernel, three=three: kernel.run(three))
+        elapsed = milliseconds(partial(kernel.run, three))
         assert torch.equal(args.out, expected), kernel.metadata.kernel_name
         assert elapsed < 5, "a single wait to its end takes longer"
         assert args.tile_table.num_tiles[2:].tolist() == [0, 0], "counters of the pace"

@@ -1,4 +1,4 @@
-"""The kernels that stream weights of few rows: sizes between their tiles, and every code and scale bit by bit."""
+"""The kernels that stream weights of few rows: sizes that tiles do not divide, every code and scale bit by bit."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from moe_kernels.tools.measurement_keys import arguments_of
 from moe_kernels.types import QuantizedWeight
 
 from ...tiers import default_tier
-from .kernel_arguments import shuffled
+from .kernel_arguments import check_forward, name_of, shuffled
 
 KERNELS = get_kernels(metadata_filter=lambda metadata: isinstance(metadata.design, StreamingDesign))
 PLAIN = [kernel for kernel in KERNELS if kernel.arguments_class is GroupedGemmArguments]
@@ -24,10 +24,6 @@ DECODING = {form: [kernel for kernel in KERNELS if getattr(kernel, "form", None)
 # Groups that need several passes or none, several tiles of a table, and rows without a group; 16 rows on average.
 SIZES, TAIL = [3, 0, 8, 9, 33, 1, 140, 0, 2, 1, 0, 5, 1], 5
 SIZE_K, SIZE_N = 416, 200  # not whole steps, not whole blocks
-
-
-def name_of(kernel):
-    return kernel.metadata.kernel_name
 
 
 def runnable(kernel, args):
@@ -62,19 +58,7 @@ def test_plain_weights(kernel, gather, has_bias, device):
     args = GroupedGemmArguments(a, w.mT, out, row_to_token=index, offsets=offsets, epilogue=epilogue, bias=bias)
     args = dataclasses.replace(args, preactivation=None if epilogue is None else product)
     kernel.run(runnable(kernel, args))
-
-    def compute(rows, w, bias):
-        return reference.grouped_gemm(rows.nan_to_num(), w.mT, offsets, bias=bias)
-
-    in_product = None if epilogue else bias
-    exact = compute(*to_float64((rows, w)), None if in_product is None else in_product.double())
-    assert_accurate(product, compute(rows, w, in_product), exact, "product")
-    if epilogue is not None:
-        shifted = product.double()
-        if bias is not None:
-            shifted[: sum(SIZES)] += bias.double().repeat_interleave(torch.tensor(SIZES, device=device), 0)
-        baseline = reference.apply_activation(shifted.to(dtype), epilogue)
-        assert_accurate(out, baseline, reference.apply_activation(shifted, epilogue), "activation")
+    check_forward(args, rows.nan_to_num(), w.mT, offsets, bias)
 
 
 @pytest.mark.parametrize("cc", [80, 90, 100])
@@ -110,13 +94,9 @@ def test_quantised_weights(kernel, gather, block_rows, device):
     weight = quantize(torch.randn(len(SIZES), SIZE_N, SIZE_K, device=device, generator=generator), kernel.form)
     bias = torch.randn(len(SIZES), SIZE_N, device=device, generator=generator).bfloat16() if gather else None
     out = decoding(kernel, weight, a, offsets, index, bias, block_rows)
-
-    def compute(rows, w, bias):
-        return reference.grouped_gemm(rows, w.mT, offsets, bias=bias)
-
-    operands = rows, decode_weight(weight, torch.bfloat16)
-    exact = compute(*to_float64(operands), None if bias is None else bias.double())
-    assert_accurate(out, compute(*operands, bias), exact, "out")
+    operands = rows, decode_weight(weight, torch.bfloat16).mT, offsets
+    exact = reference.grouped_gemm(*to_float64(operands), bias=None if bias is None else bias.double())
+    assert_accurate(out, reference.grouped_gemm(*operands, bias=bias), exact, "out")
 
 
 def read_back(kernel, weight, device):

@@ -29,18 +29,16 @@ def assert_same_table(actual, expected):
 @pytest.mark.parametrize("block_rows", [1, 16, 64])
 def test_matches_reference(offsets, num_rows, block_rows, device):
     offsets = torch.tensor(offsets, dtype=torch.int32, device=device)
-    actual = make_tile_table(offsets, num_rows, block_rows)
-    expected = reference.tile_table(offsets, num_rows, block_rows)
-    assert_same_table(actual, expected)
+    arguments = offsets, num_rows, block_rows
+    assert_same_table(make_tile_table(*arguments), reference.tile_table(*arguments))
 
 
 @pytest.mark.parametrize("num_groups", default_tier([300, 1030], [300]))
 def test_many_groups(num_groups, device):
     sizes = torch.randint(0, 3, (num_groups,), generator=torch.Generator().manual_seed(0))
     offsets = sizes.cumsum(0).int().to(device)
-    actual = make_tile_table(offsets, int(offsets[-1]) + 5, 256)
-    expected = reference.tile_table(offsets, int(offsets[-1]) + 5, 256)
-    assert_same_table(actual, expected)
+    arguments = offsets, int(offsets[-1]) + 5, 256
+    assert_same_table(make_tile_table(*arguments), reference.tile_table(*arguments))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 5, 20, 67])

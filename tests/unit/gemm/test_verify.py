@@ -1,6 +1,7 @@
 """Verification of kernel results: right ones pass, planted errors are caught, and no check runs unless asked for."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -55,19 +56,9 @@ def list_arguments(device):
     )
 
 
-def float8_arguments(device):
-    args = list_arguments(device)
-    a_list, b_list = ([matrix.to(torch.float8_e4m3fn) for matrix in ms] for ms in (args.A_list, args.B_list))
-    return dataclasses.replace(args, A_list=a_list, B_list=b_list)
-
-
-def decoding_arguments(device):
-    return arguments_of("decoding_gemm weight=int8 B=column gather=A float16 G=3 K=48 N=40 rows=8", device)
-
-
 CASES = {
     **ARGUMENTS,
-    "decoding": decoding_arguments,
+    "decoding": partial(arguments_of, "decoding_gemm weight=int8 B=column gather=A float16 G=3 K=48 N=40 rows=8"),
     "gathering": gathering_arguments,
     "gathering_wgrad": gathering_wgrad_arguments,
     "optional": optional_arguments,
@@ -83,7 +74,9 @@ def result_of(args):
 
 def test_float8(device):
     skip_without_float8()
-    args = float8_arguments(device)
+    args = list_arguments(device)
+    a_list, b_list = ([matrix.to(torch.float8_e4m3fn) for matrix in ms] for ms in (args.A_list, args.B_list))
+    args = dataclasses.replace(args, A_list=a_list, B_list=b_list)
     selection.run(args)
     check_result(args, "right")
     args.out_list[-1][3] += 1
@@ -107,9 +100,7 @@ def test_right_kernels_pass_and_a_wrong_number_does_not(case, device):
 
 def test_autocast_makes_no_wrong_number_right(device):
     """The products that a result is compared with are not rounded further than the result."""
-    args = dataclasses.replace(
-        gemm_arguments(device), **{name: getattr(gemm_arguments(device), name).float() for name in ("A", "B", "out")}
-    )
+    args = gemm_arguments(device, torch.float32)
     selection.run(args)
     args.out.mul_(1.001)
     with torch.autocast(device, torch.bfloat16), pytest.raises(AssertionError, match="wrong: error"):
@@ -246,7 +237,7 @@ except RuntimeError as error:
 
 @slow  # two processes in the interpreter; test_every_nth_launch_is_checked checks what it turns on
 def test_the_environment_turns_it_on():
-    """And changes no launch. Python -O leaves assertions out, which must not turn it off."""
+    """MOE_VERIFY changes no launch. Python -O leaves assertions out, which must not turn MOE_VERIFY off."""
     lines = {}
     for setting in ("0", "2"):
         result = run_python(["-O", "-c", PLANTED], interpret=True, MOE_VERIFY=setting)

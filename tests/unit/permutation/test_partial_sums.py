@@ -7,16 +7,12 @@ from moe_kernels.testing import assert_accurate
 from ...dtypes import DTYPES
 
 
-def draw_shares(num_shares, num_tokens, d_model, dtype, device):
-    generator = torch.Generator(device).manual_seed(0)
-    return torch.randn(num_shares, num_tokens, d_model, device=device, generator=generator).to(dtype)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d_model", [1, 37, 1024, 1100])
 @pytest.mark.parametrize(("num_shares", "rank"), [(1, 0), (2, 1), (5, 0), (5, 3)])
 def test_sum(num_shares, rank, d_model, dtype, device):
-    shares = draw_shares(num_shares, 7, d_model, dtype, device)
+    generator = torch.Generator(device).manual_seed(0)
+    shares = torch.randn(num_shares, 7, d_model, device=device, generator=generator).to(dtype)
     received = shares.clone()
     received[rank] = torch.nan  # must not be read
     out = torch.full((7, d_model), torch.nan, dtype=dtype, device=device)

@@ -49,18 +49,23 @@ def test_permute_matches_reference(case, dtype, device):
     def run(tokens, experts, op=reference.permute):
         return op(tokens, reference.sort_by_expert(experts, case.num_experts))
 
-    check_accuracy(partial(run, op=partial(permute, implementation="triton")), run, draw, ("rows", "dtokens"))
-    assert torch.equal(run(*draw(0), op=partial(permute, implementation="triton")), run(*draw(0)))
+    run_triton = partial(run, op=partial(permute, implementation="triton"))
+    check_accuracy(run_triton, run, draw, ("rows", "dtokens"))
+    assert torch.equal(run_triton(*draw(0)), run(*draw(0)))
+
+
+def make_strided(permutation):
+    """Return the permutation with indices that are not contiguous."""
+    return permutation._replace(
+        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
+        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
+    )
 
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_any_strides_of_the_permutation(implementation, device):
     permutation = sort_by_expert(torch.randint(0, 4, (20, 2), dtype=torch.int32, device=device), 4)
-    tokens = torch.randn(20, 8, device=device)
-    strided = permutation._replace(
-        row_to_token=torch.stack([permutation.row_to_token] * 2, 1)[:, 0],
-        slot_to_row=torch.stack([permutation.slot_to_row] * 2, 2)[..., 0],
-    )
+    tokens, strided = torch.randn(20, 8, device=device), make_strided(permutation)
     rows = permute(tokens, strided, implementation=implementation)
     assert torch.equal(rows, permute(tokens, permutation, implementation="reference"))
     sums = [combine(rows, None, p.slot_to_row, implementation=implementation) for p in (strided, permutation)]
@@ -101,7 +106,8 @@ def test_dropped_slots_add_nothing(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_padding_rows_are_zeros(implementation, device):
-    """Behind the last expert's rows, or between others as communication leaves them; NaN never leaks, either way."""
+    """They follow the last expert's rows, or lie between other rows, as after communication. NaN of a token without an
+    expert, or in the gradient of a padding row, reaches no result."""
     experts = torch.tensor([[1, 9], [0, 1], [-1, -1]], dtype=torch.int32, device=device)
     sorted_slots = sort_by_expert(experts, 2, implementation=implementation)
     spaced = sorted_slots._replace(
@@ -126,7 +132,7 @@ def test_padding_rows_are_zeros(implementation, device):
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool], ids=str)
 def test_integers_keep_their_dtype_and_value(dtype, implementation, device):
-    """Ids of tokens, for instance. Beyond 2**24, float32 does not hold all integers."""
+    """The rows may be ids of tokens, for instance. Beyond 2**24, float32 does not hold all integers."""
     permutation = sort_by_expert(torch.tensor([[1, -1], [0, 1]], dtype=torch.int32, device=device), 2)
     tokens = torch.tensor([[2**24 + 1], [5]], device=device).to(dtype)
     rows = permute(tokens, permutation, implementation=implementation)
@@ -151,7 +157,7 @@ def test_combine_of_fewer_and_more_rows_than_slots(num_rows, implementation, dev
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_float64_weights(implementation, device, monkeypatch):
-    """Kernels get float32 weights, which only the interpreter could do without. The gradient is float64 again."""
+    """Kernels get float32 weights, as only the interpreter could read float64. The gradient is float64 again."""
     taken = []
     monkeypatch.setattr(
         "moe_kernels.permutation.permute._combine_op", lambda *args: taken.append(args[1].dtype) or _combine_op(*args)

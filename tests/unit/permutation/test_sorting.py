@@ -15,8 +15,8 @@ triton_sort = partial(sort_by_expert, implementation="triton")
 
 
 @pytest.fixture(params=["few", "many"], scope="module", autouse=True)
-def way(request):
-    """Few slots use another sort kernel; every test runs both."""
+def num_slots(request):
+    """Run every test with the one kernel that sorts few slots, and with the three kernels that sort many."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "many":
             patch.setattr(sort, "_FEW_SLOTS", -1)
@@ -30,13 +30,16 @@ def assert_same(actual, expected):
     assert_same_table(actual.tile_table, expected.tile_table)
 
 
-@pytest.mark.parametrize("block_rows", [16, 128])
+@pytest.mark.parametrize(("block_rows", "max_rows"), [(16, None), (128, None), (16, 1), (16, 90), (16, 300), (16, 500)])
 @pytest.mark.parametrize("case", OP_CASES)
-def test_matches_reference(case, block_rows, device):
+def test_matches_reference(case, block_rows, max_rows, device):
     case = CASES[case]
     experts = reference.topk_routing(make_inputs(case, torch.float32, device).logits, case.top_k).topk_experts
-    actual = triton_sort(experts, case.num_experts, block_rows=block_rows)
-    assert_same(actual, reference.sort_by_expert(experts, case.num_experts, block_rows=block_rows))
+    if max_rows is not None:
+        experts = torch.where(experts % 3 == 1, -1, experts)
+    options = {"block_rows": block_rows, "max_rows": max_rows}
+    actual = triton_sort(experts, case.num_experts, **options)
+    assert_same(actual, reference.sort_by_expert(experts, case.num_experts, **options))
 
 
 @pytest.mark.parametrize(("dtype", "unknown"), [(torch.int32, 7), (torch.int64, 2**32)], ids=["int32", "int64"])
@@ -71,14 +74,14 @@ def test_real_sizes(num_tokens, num_experts, top_k, device):
     assert_same(triton_sort(experts, num_experts), reference.sort_by_expert(experts, num_experts))
 
 
-def test_launches_do_not_depend_on_sizes(way, device, monkeypatch):
+def test_launches_do_not_depend_on_sizes(num_slots, device, monkeypatch):
     launched = []
     monkeypatch.setattr(sort, "launch_kernel", lambda kernel, *arguments, **options: launched.append(kernel))
     for num_tokens, num_experts in [(1, 2), (700, 3), (20, 600)]:
         launched.clear()
         triton_sort(torch.zeros(num_tokens, 1, dtype=torch.int32, device=device), num_experts)
         many = [sort._count_kernel, sort._scan_kernel, sort._place_kernel]
-        assert launched == (many if way == "many" else [sort._rank_kernel])
+        assert launched == (many if num_slots == "many" else [sort._rank_kernel])
 
 
 @pytest.mark.parametrize("num_tokens", [511, 512, 513])
@@ -93,17 +96,6 @@ def test_opcheck(device):
     torch.library.opcheck(_sort_op.overload, (experts, 3, 16))
     for max_rows in (5, 9):
         torch.library.opcheck(_bound_op.overload, (*_sort_op(experts, 3, 16)[:3], max_rows, 16))
-
-
-@pytest.mark.parametrize("max_rows", [1, 90, 300, 500])
-@pytest.mark.parametrize("case", OP_CASES)
-def test_bounded_rows_match_reference(case, max_rows, device):
-    case = CASES[case]
-    logits = make_inputs(case, torch.float32, device).logits
-    experts = reference.topk_routing(logits, case.top_k).topk_experts
-    experts = torch.where(experts % 3 == 1, -1, experts)
-    actual = triton_sort(experts, case.num_experts, block_rows=16, max_rows=max_rows)
-    assert_same(actual, reference.sort_by_expert(experts, case.num_experts, block_rows=16, max_rows=max_rows))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_rows_by_hand(implementation, device):
 
 
 def test_extreme_rows(device):
-    """Rows without finite values keep to themselves; the smallest numbers become zero, not NaN."""
+    """A value that is not finite affects its block alone. The smallest numbers become zero, not NaN."""
     rows = torch.ones(5, 256, device=device)
     rows[0, 7], rows[1, 130], rows[2, :] = torch.nan, torch.inf, 1e-42
     rows[3, 0] = 3e38
@@ -164,7 +164,7 @@ def test_activation_quantises_what_it_would_store(form, dtype, device):
 @pytest.mark.parametrize("handles", ["slots", "rows"])
 @pytest.mark.parametrize("form", [name for name, (kind, d_ff) in FUSED.items() if can_scale_gradient(kind, d_ff)])
 def test_activation_backward_quantises_what_it_stores(form, handles, device):
-    """Of the rows that slots have; the others are unwritten in both."""
+    """Compare the rows that slots own. The other rows are unwritten in both results."""
     activation, d_ff = FUSED[form]
     dtype, num_rows, num_kept = DTYPES[-1], 13, 11
     hidden = draw_hidden(activation, d_ff, dtype, device)[0].clamp(-9, 9)
@@ -229,7 +229,7 @@ def test_changed_weights_are_quantised_again_in_place(change, stored, dtype, dev
 
 
 def test_only_blocks_of_other_bits_are_written(device):
-    """NaN equals itself, and zeros of other signs differ."""
+    """Bits are compared: NaN equals itself, and zeros of other signs differ."""
     weight = torch.zeros(1, 256, 128, device=device)
     weight[0, 0, :64] = torch.nan
     checksums = empty_checksums(weight)
@@ -263,7 +263,7 @@ def test_packed_rows_hold_numbers_and_scales(shape, dtype, device):
 
 
 def test_packed_rows_are_quantised_alike_again(device):
-    """So the receiver, which quantises what it unpacked, multiplies the numbers that were sent."""
+    """The receiver quantises what it unpacked, and so multiplies the numbers that were sent."""
     rows = draw((64, 256), DTYPES[-1], device)
     again = quantize_rows(unpack_rows(pack_rows(rows), 256))
     first = quantize_rows(rows)

@@ -28,19 +28,17 @@ def test_matches_gemma4(implementation, device):
     names = {"proj.weight": "weight", "scale": "input_scale", "per_expert_scale": "per_expert_scale"}
     ours.load_state_dict({names[name]: tensor for name, tensor in state.items()})
     tokens = torch.randn(40, 48, device=device, generator=generator)
-    results = []
-    for router in (ours, theirs):
+
+    def results(router, parameters, read):
         x = tokens.clone().requires_grad_()
-        routed = router(x)
-        weights, experts = (routed.topk_weights, routed.topk_experts) if router is ours else routed[1:]
+        weights, experts = read(router(x))
         experts, order = experts.long().sort(-1)
         weights = weights.gather(1, order)
-        gradients = torch.autograd.grad(
-            weights.square().sum(),
-            [x, *(dict(router.named_parameters())[n] for n in (names.values() if router is ours else names))],
-        )
-        results.append((experts, weights, *gradients))
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+        leaves = [x, *map(router.get_parameter, parameters)]
+        return experts, weights, *torch.autograd.grad(weights.square().sum(), leaves)
+
+    actual = results(ours, names.values(), lambda routed: (routed.topk_weights, routed.topk_experts))
+    torch.testing.assert_close(actual, results(theirs, names, lambda routed: routed[1:]), rtol=1e-4, atol=1e-5)
 
 
 def test_selection_bias_stays_float32(device):

@@ -14,6 +14,7 @@ from moe_kernels.testing import CASES, check_accuracy, make_inputs
 from ...dtypes import DTYPES
 from ...tiers import OP_CASES
 from ..compiled import assert_compiles
+from ..saved import saved_tensors
 
 triton_topk = partial(topk_routing, implementation="triton")
 
@@ -22,18 +23,15 @@ triton_topk = partial(topk_routing, implementation="triton")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OP_CASES)
 def test_matches_reference(case, dtype, normalize, device):
-    case = CASES[case]
+    case, spec = CASES[case], RouterSpec(normalize=normalize)
     logits = make_inputs(case, dtype, device).logits.to(dtype)
-    routed = triton_topk(logits, case.top_k, spec=RouterSpec(normalize=normalize))
+    routed = triton_topk(logits, case.top_k, spec)
     assert torch.equal(routed.topk_experts, reference.topk_routing(logits, case.top_k).topk_experts)
     assert routed.topk_weights.dtype == torch.float32
 
-    def weights(op):
-        return lambda logits: op(logits, case.top_k, spec=RouterSpec(normalize=normalize)).topk_weights
-
     check_accuracy(
-        weights(triton_topk),
-        weights(reference.topk_routing),
+        lambda logits: triton_topk(logits, case.top_k, spec).topk_weights,
+        lambda logits: reference.topk_routing(logits, case.top_k, spec).topk_weights,
         lambda seed: (make_inputs(case, dtype, device, seed).logits.to(dtype),),
         ("weights", "dlogits"),
     )
@@ -109,10 +107,11 @@ def test_strided_logits(device):
     assert torch.equal(actual.topk_weights, triton_topk(logits, 2).topk_weights)
 
 
+@pytest.mark.parametrize("output", ["topk_weights", "logits"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", OP_CASES)
-def test_linear_routing_matches_reference(case, dtype, normalize, device):
+def test_linear_routing_matches_reference(case, dtype, normalize, output, device):
     case = CASES[case]
 
     def draw(seed):
@@ -120,29 +119,11 @@ def test_linear_routing_matches_reference(case, dtype, normalize, device):
         w_router = torch.randn(case.num_experts, case.d_model, device=device, generator=generator).to(dtype)
         return make_inputs(case, dtype, device, seed).tokens, w_router
 
-    for output in ("topk_weights", "logits"):
+    def run(tokens, w_router, op=reference.linear_routing):
+        return getattr(op(tokens, w_router, case.top_k, spec=RouterSpec(normalize=normalize)), output)
 
-        def run(tokens, w_router, op, output=output):
-            return getattr(op(tokens, w_router, case.top_k, spec=RouterSpec(normalize=normalize)), output)
-
-        check_accuracy(
-            partial(run, op=partial(linear_routing, implementation="triton")),
-            partial(run, op=reference.linear_routing),
-            draw,
-            (output, "dtokens", "dw_router"),
-        )
-
-
-@pytest.mark.parametrize("normalize", [True, False])
-def test_linear_routing_keeps_no_logits(normalize, device):
-    case = CASES["ordinary"]
-    tokens = make_inputs(case, torch.float32, device).tokens.requires_grad_()
-    w_router = torch.randn(case.num_experts, case.d_model, device=device, requires_grad=True)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(tuple(t.shape)), lambda t: t):
-        linear_routing(tokens, w_router, case.top_k, spec=RouterSpec(normalize=normalize), implementation="triton")
-    assert saved, "nothing was saved"
-    assert (case.num_tokens, case.num_experts) not in saved
+    triton_run = partial(run, op=partial(linear_routing, implementation="triton"))
+    check_accuracy(triton_run, run, draw, (output, "dtokens", "dw_router"))
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -162,16 +143,10 @@ def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
         routed.topk_weights.square().sum().backward()
         return routed, tokens.grad, w_router.grad
 
-    saved = set()
-
-    def keep(tensor):
-        saved.add((tensor.shape, tensor.dtype))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with saved_tensors() as saved:
         routed, dtokens, dw_router = run(tokens, w_router)
     expected, dtokens_float32, dw_router_float32 = run(tokens.float(), w_router)
-    assert (tokens.shape, dtype) in saved and (tokens.shape, torch.float32) not in saved
+    assert {tensor.dtype for tensor in saved if tensor.shape == tokens.shape} == {dtype}
     torch.testing.assert_close((*routed, dw_router), (*expected, dw_router_float32), rtol=0, atol=0)
     assert dtokens.dtype == dtype and torch.equal(dtokens, dtokens_float32.to(dtype))
 
@@ -180,7 +155,6 @@ def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
 def test_autocast_rounds_nothing(implementation, device):
     tokens = torch.randn(16, 32, device=device, requires_grad=True)
     w_router = torch.randn(8, 32, device=device, requires_grad=True)
-
     results = []
     for enabled in (False, True):
         with torch.autocast(device, torch.bfloat16, enabled=enabled):
@@ -204,29 +178,23 @@ def test_compiles_without_graph_break(device):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("op", "arguments", "message"),
     [
-        ((torch.zeros(3), 1), r"logits must be \[T, E\], got \[3\]"),
-        ((torch.zeros(3, 4, dtype=torch.int32), 1), "logits must be torch.float32"),
-        ((torch.zeros(3, 4), 5), r"top_k must be in \[1, num_experts=4\], got 5"),
-        ((torch.zeros(3, 4), 0), r"top_k must be in \[1, num_experts=4\], got 0"),
+        (topk_routing, (torch.zeros(3), 1), r"logits must be \[T, E\], got \[3\]"),
+        (topk_routing, (torch.zeros(3, 4, dtype=torch.int32), 1), "logits must be torch.float32"),
+        (topk_routing, (torch.zeros(3, 4), 5), r"top_k must be in \[1, num_experts=4\], got 5"),
+        (topk_routing, (torch.zeros(3, 4), 0), r"top_k must be in \[1, num_experts=4\], got 0"),
+        (
+            linear_routing,
+            (torch.zeros(3, 4), torch.zeros(2, 5), 1),
+            r"w_router must be \[E, D\] with D=4, got \[2, 5\]",
+        ),
+        (linear_routing, (torch.zeros(3, 4), torch.zeros(2, 4).half(), 1), "one floating-point dtype"),
+        (linear_routing, (torch.zeros(3, 4).double(), torch.zeros(2, 4), 1), "one floating-point dtype"),
+        (linear_routing, (torch.zeros(3, 4).int(), torch.zeros(2, 4), 1), "one floating-point dtype"),
+        (linear_routing, (torch.zeros(3, 4), torch.zeros(2, 4, device="meta"), 1), "one device"),
     ],
 )
-def test_bad_logits(arguments, message):
+def test_bad_input(op, arguments, message):
     with pytest.raises(ValueError, match=message):
-        topk_routing(*arguments)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "w_router", "message"),
-    [
-        (torch.zeros(3, 4), torch.zeros(2, 5), r"w_router must be \[E, D\] with D=4, got \[2, 5\]"),
-        (torch.zeros(3, 4), torch.zeros(2, 4).half(), "one floating-point dtype"),
-        (torch.zeros(3, 4).double(), torch.zeros(2, 4), "one floating-point dtype"),
-        (torch.zeros(3, 4).int(), torch.zeros(2, 4), "one floating-point dtype"),
-        (torch.zeros(3, 4), torch.zeros(2, 4, device="meta"), "one device"),
-    ],
-)
-def test_bad_linear_operands(tokens, w_router, message):
-    with pytest.raises(ValueError, match=message):
-        linear_routing(tokens, w_router, 1)
+        op(*arguments)

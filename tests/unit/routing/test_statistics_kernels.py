@@ -21,19 +21,19 @@ def new_totals(num_experts, device):
     return torch.zeros(2 * num_experts + 4, dtype=torch.int64, device=device), sums
 
 
-def draw(device, num_tokens, num_experts, top_k, *, dtype=torch.float32, index_dtype=torch.int64, seed=0, **others):
-    """`others` replaces some of the operands."""
+def draw(device, num_tokens, num_experts, top_k, *, dtype=torch.float32, index_dtype=torch.int64, seed=0, **flags):
+    """Return operands. Each of the flags `masked`, `capacity` and `loss` adds an optional one."""
     generator = torch.Generator(device).manual_seed(seed)
     logits = (2 * torch.randn(num_tokens, num_experts, device=device, generator=generator)).to(dtype)
     keys = logits.sigmoid()
     operands = {"logits": logits, "keys": keys, "choices": keys.topk(top_k).indices.to(index_dtype)}
     operands |= {"kept": None, "token_mask": None, "aux_loss": None}
-    if others.get("masked"):
+    if flags.get("masked"):
         operands["token_mask"] = torch.rand(num_tokens, device=device, generator=generator) < 0.7
-    if others.get("capacity"):
+    if flags.get("capacity"):
         dropped = torch.rand(num_tokens, top_k, device=device, generator=generator) < 0.3
         operands["kept"] = operands["choices"].masked_fill(dropped, -1)
-    if others.get("loss"):
+    if flags.get("loss"):
         operands["aux_loss"] = torch.tensor(0.75, device=device)
     return RoutedForward(**operands)
 
@@ -82,7 +82,7 @@ def test_no_tokens_repeated_experts_and_infinite_keys(device):
         RoutedForward(logits, keys, torch.tensor([choices], device=device), None, None, None)
         for choices in ([0, 0, 1], [0, -1, -1], [-1, -1, -1], [0, 1, 2])
     ]
-    (counts, sums) = assert_same([*calls[:2], draw(device, 0, 4, 3)], 4, 4, device)
+    counts, sums = assert_same([*calls[:2], draw(device, 0, 4, 3)], 4, 4, device)
     assert counts.tolist() == [3, 1, 0, 0, 3, 1, 0, 0, 3, 2, 2, 126 + 127 + 127]
     assert sums[5] == 0.0
     assert_same([draw(device, 0, 4, 3)], 4, 4, device)

@@ -96,7 +96,7 @@ def test_autocast_changes_no_bit(op, implementation, backward, operands):
 def test_autocast_changes_no_bit_of_a_prepared_problem(implementation, operands):
     rows, matrices, _ = operands
     problem = GroupedProblem.from_lists([rows], [matrices[0]], implementation=implementation)
-    (expected,) = (out.clone() for out in problem.run())
+    expected = problem.run()[0].clone()
     with torch.autocast(rows.device.type, torch.bfloat16):
         assert torch.equal(problem.run()[0], expected)
 
@@ -181,7 +181,7 @@ def test_compiled_references(op, operands):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("op", OPS)
 def test_the_tracer_of_torchscript_is_refused(op, implementation, operands, monkeypatch):
-    """It would record the example's groups, and see no kernel."""
+    """This tracer would record the example's groups, and see no kernel."""
     permutation = reference.sort_by_expert(torch.tensor(SLOTS, dtype=torch.int32, device=operands[0].device), 3)
     monkeypatch.setattr(reference, "sort_by_expert", lambda *_: permutation)
     with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace .*use torch\.compile or torch\.export"):

@@ -1,9 +1,9 @@
-"""Each registered op beside its fake. The shapes, strides, dtypes and devices that tracers see must be the results'.
+"""Compare each registered op with its fake: tracers must see the shapes, strides, dtypes and devices of the results.
 
 Code of Inductor, the default backend of torch.compile, raises where a result has other strides than its fake.
 """
 
-import functools
+from functools import partial
 from itertools import product
 
 import pytest
@@ -77,7 +77,7 @@ def leaf(layout, device, *shape, dtype=torch.float32):
 
 
 def run_experts(form, implementation, device, layout="rows", num_tokens=5, d_ff=F):
-    options, draw = dict(EXPERTS[form]), functools.partial(leaf, layout, device)
+    options, draw = dict(EXPERTS[form]), partial(leaf, layout, device)
     weights = draw(E, d_ff * (1 if form == "fp8 saved" else 2), D), draw(E, D, d_ff)
     if options.pop("frozen", False):
         weights = [weight.detach() for weight in weights]
@@ -105,7 +105,7 @@ def run_layer(form, implementation, device):
 
 
 def run_products(layout, implementation, device):
-    draw, options = functools.partial(leaf, layout, device), {"implementation": implementation}
+    draw, options = partial(leaf, layout, device), {"implementation": implementation}
     a, b, bias, scale = draw(9, D), draw(E, D, 2 * F), draw(E, 2 * F), torch.rand(9, device=device).requires_grad_()
     offsets = torch.tensor([2, 2, 7], dtype=torch.int32, device=device)
     outs = [
@@ -131,7 +131,7 @@ def run_products(layout, implementation, device):
 
 
 def run_rows(layout, implementation, device):
-    draw, options = functools.partial(leaf, layout, device), {"implementation": implementation}
+    draw, options = partial(leaf, layout, device), {"implementation": implementation}
     experts = torch.randint(-1, E, (5, K), device=device, dtype=torch.int32)
     for max_rows in (None, 4):
         permutation = sort_by_expert(experts, E, max_rows=max_rows, **options)
@@ -144,18 +144,18 @@ def run_rows(layout, implementation, device):
 
 
 PROGRAMS = {
-    **{name: functools.partial(run_experts, name) for name in EXPERTS},
+    **{name: partial(run_experts, name) for name in EXPERTS},
     **{
-        f"{name} of {layout}": functools.partial(run_experts, name, layout=layout)
+        f"{name} of {layout}": partial(run_experts, name, layout=layout)
         for layout in list(LAYOUTS)[1:]
         for name in ("plain", "biases", "adapters", "fp8")
     },
-    "no token": functools.partial(run_experts, "plain", num_tokens=0),
-    "one token": functools.partial(run_experts, "plain", num_tokens=1),
-    "padded rows": functools.partial(run_experts, "plain", d_ff=140),
-    **{f"layer, {name}": functools.partial(run_layer, name) for name in LAYERS},
-    **{f"products of {layout}": functools.partial(run_products, layout) for layout in LAYOUTS},
-    **{f"rows of {layout}": functools.partial(run_rows, layout) for layout in LAYOUTS},
+    "no token": partial(run_experts, "plain", num_tokens=0),
+    "one token": partial(run_experts, "plain", num_tokens=1),
+    "padded rows": partial(run_experts, "plain", d_ff=140),
+    **{f"layer, {name}": partial(run_layer, name) for name in LAYERS},
+    **{f"products of {layout}": partial(run_products, layout) for layout in LAYOUTS},
+    **{f"rows of {layout}": partial(run_rows, layout) for layout in LAYOUTS},
 }
 # Together these call every op.
 FEW = ["biases", "adapters", "fp8 saved", "layer, scored", "layer, capacity", "products of rows", "rows of rows"]

@@ -1,7 +1,5 @@
 """Triton versions that run the warp-specialised kernels, and the messages elsewhere."""
 
-import warnings
-
 import pytest
 
 from moe_kernels.gemm import selection
@@ -45,16 +43,12 @@ def test_one_warning_names_the_cause_and_the_cure(hopper):
         RuntimeWarning, match=r"this is 3\.10\.0\. Slower portable kernels run; install Triton 3\.6 to 3\.9"
     ):
         gluon.warn_if_slower(90)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gluon.warn_if_slower(90)
+    gluon.warn_if_slower(90)  # another warning would be an error
 
 
 @pytest.mark.parametrize("cc", [80, 89, 100])
 def test_other_gpus_have_nothing_to_warn_of(hopper, cc):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gluon.warn_if_slower(cc)
+    gluon.warn_if_slower(cc)  # a warning would be an error
 
 
 def test_selection_warns(hopper, monkeypatch):
@@ -110,9 +104,7 @@ def test_cuda_tensors_without_triton_warn_once(monkeypatch):
     dispatch._warn_without_triton.cache_clear()
     with pytest.warns(RuntimeWarning, match="Triton is not installed, so CUDA tensors are computed"):
         assert dispatch.choose("op", None, OnGpu()) == "reference"
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert dispatch.choose("op", None, OnGpu()) == "reference"
+    assert dispatch.choose("op", None, OnGpu()) == "reference"  # another warning would be an error
     with pytest.raises(NotImplementedError, match="implementation='triton' cannot run: Triton is not installed"):
         dispatch.choose("op", "triton", OnGpu())
     dispatch._warn_without_triton.cache_clear()

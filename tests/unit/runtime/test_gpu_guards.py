@@ -75,7 +75,7 @@ def test_two_streams_at_once():
 
 @pytest.mark.parametrize("name", ["grouped_gemm_ws", "wgrad_ws", "grouped_gemm_tma", "grouped_gemm_pointer"])
 def test_first_launch_of_a_thread(name):
-    """A thread that has not used the GPU has no context, in which encoding a descriptor used to fail."""
+    """A thread that has not used the GPU has no context. Encoding a descriptor used to fail there."""
     kernels = get_kernels(metadata_filter=lambda m: m.kernel_name.startswith(name) and not m.design.gather)
     kernel = next(k for k in kernels if k.metadata.operands.A.dtype == torch.bfloat16 and k.metadata.epilogue is None)
     if kernel.obstacle:

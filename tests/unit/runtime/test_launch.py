@@ -2,8 +2,8 @@
 
 import gc
 import json
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -93,8 +93,8 @@ class Compiled:
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Several on the CPU, of which `launching` believes that they run on a GPU. Triton's JIT only writes down what it
-    is asked for."""
+    """Return launches on CPU tensors that `launching` takes for launches on a GPU. Triton's JIT only records its
+    calls."""
     plain, alike, others = spread_launches()
     launches = [plain, alike, *others.values()]
     for launch in launches:
@@ -148,7 +148,7 @@ def test_numbers_of_rows_share_what_is_kept(launches):
 
 
 def test_cpu_tensors_leave_nothing(launches, monkeypatch):
-    """They are compiled for a target that the static properties do not name."""
+    """Kernels of CPU tensors are compiled for a target that the static properties do not name."""
     monkeypatch.undo()
     monkeypatch.setattr(launching, "_ready", {})
     monkeypatch.setattr(launching, "INTERPRET", False)
@@ -158,21 +158,16 @@ def test_cpu_tensors_leave_nothing(launches, monkeypatch):
 
 
 def test_threads_find_their_own_kernels(launches):
-    wrong = []
+    def wrong_ones(first):
+        in_turn = launches[first:] + launches[:first]
+        return [launch for _ in range(50) for launch in in_turn if found(launch) != static_properties(launch)]
 
-    def find(launches):
-        wrong.extend(w for _ in range(50) for w in launches if found(w) != static_properties(w))
-
-    threads = [threading.Thread(target=find, args=(launches[first:] + launches[:first],)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(wrong_ones, range(4))) == [[]] * 4
 
 
 def test_a_launch_gets_its_own_arguments_and_constants(launches):
-    """What is kept holds what is compiled, not what an earlier launch wrote to or how large its grid was."""
+    """The cache holds compiled code, but neither the tensors nor the grid of an earlier launch."""
     plain, alike, *others = launches
     more = alike._replace(grid=(7,))
     for launch in launches:
@@ -191,7 +186,7 @@ def test_a_launch_gets_its_own_arguments_and_constants(launches):
 
 
 def test_hooks_that_come_later_are_prepared_for(launches, monkeypatch):
-    """As when a profiler starts after the first launches."""
+    """A profiler may start after the first launches."""
     plain = launches[0]
     run(plain)
     compiled = ready(plain)

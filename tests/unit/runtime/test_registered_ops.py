@@ -36,9 +36,9 @@ def leaves_of(device):
     return leaves, permutation
 
 
-def forward(leaves, permutation, implementation="triton"):
+def forward(leaves, permutation):
     tokens, topk_weights, *weights = leaves
-    return fused_experts(tokens, topk_weights, permutation, *weights, implementation=implementation)
+    return fused_experts(tokens, topk_weights, permutation, *weights, implementation="triton")
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_direct_calls_give_the_same_gradients(device, direct):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor whose values are another's, with plain results, as subclasses that traces take apart."""
+    """A wrapper of another tensor, like the subclasses that tracers unwrap. Ops on it return plain tensors."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -105,7 +105,7 @@ def test_weights_of_a_subclass_reach_backward_through_the_dispatcher(device):
 
 
 def test_hooks_on_saved_tensors_may_run_the_op(device):
-    """As in a checkpointed region, whose forward runs again inside the backward, and needs its own graph."""
+    """In a checkpointed region, the forward runs again inside the backward, and needs its own graph."""
     leaves, permutation = leaves_of(device)
     graphs = []
 

@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def unrecorded(function, *args):
 
 
 def states():
-    """The states of all forms that were called more than once, by op."""
+    """Return the states of all forms that were called more than once, by op."""
     known = {op.name: {state for state in op.states() if not state.startswith("called")} for op in replay._all}
     return {name: found for name, found in known.items() if found}
 
@@ -72,7 +73,7 @@ def draw(device, num_tokens=3, d_model=16):
 
 
 def step(layer, tokens, *, frozen_tokens=False):
-    """The output and all gradients."""
+    """Return the output and all gradients."""
     tokens = tokens.clone().requires_grad_(not frozen_tokens)
     out = layer(tokens)
     leaves = [leaf for leaf in (tokens, *layer.parameters()) if leaf.requires_grad]
@@ -129,7 +130,7 @@ QUICK = {
 
 @pytest.mark.parametrize("form", default_tier(FORMS, QUICK))
 def test_a_replay_gives_the_bits_of_the_function(form, device):
-    """Also with fresh operands and with another layer's weights."""
+    """Each call has new operands, and the last call has another layer's weights."""
     options = dict(FORMS[form])
     mode, num_tokens = options.pop("mode", None), options.pop("num_tokens", 3)
     layer, other = make_layer(device, **options), make_layer(device, seed=1, **options)
@@ -158,7 +159,7 @@ def test_other_forms_in_between(device):
 
 
 def test_two_passes_of_one_form_are_apart(device):
-    """Backward in another order than forward, twice through one graph. No result shares memory with another."""
+    """Both forwards run before both backwards, which run twice. No result shares memory with another."""
     layer = make_layer(device)
     for _ in range(2):
         step(layer, draw(device))
@@ -245,18 +246,11 @@ def test_threads_share_records(device, monkeypatch):
     for _ in range(2):
         inference(layer, draw(device))
     given = [draw(device) for _ in range(4)]
-    want, got = [unrecorded(inference, layer, tokens) for tokens in given], {}
-
-    def run(i):
-        got[i] = inference(layer, given[i])
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for i in range(4):
-        assert_same(got[i], want[i])
+    want = [unrecorded(inference, layer, tokens) for tokens in given]
+    with ThreadPoolExecutor(4) as pool:
+        got = pool.map(lambda tokens: inference(layer, tokens), given)
+    for results, wanted in zip(got, want, strict=True):
+        assert_same(results, wanted)
 
 
 def test_records_keep_no_tensor(device):
@@ -374,8 +368,8 @@ def test_a_replay_chooses_nothing_and_calls_little(options, device, monkeypatch)
 
 
 def python_calls(function):
-    """The files of the Python functions that a call runs, without its own, and without comprehensions, which are none
-    since Python 3.12."""
+    """Return the file of each Python function that a call runs, except the called function. Comprehensions do not
+    count, because they are no functions since Python 3.12."""
     calls = []
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code) if event == "call" else None)
     try:

@@ -10,11 +10,9 @@ from moe_kernels.experts import row_products
 from moe_kernels.experts.fused_op import fused_experts_op
 from moe_kernels.gemm import selection
 from moe_kernels.runtime.row_layout import alignment, empty_aligned, empty_rows, has_aligned_rows
-from moe_kernels.testing import Case, check_accuracy
+from moe_kernels.testing import check_accuracy
 
-from ..experts.test_experts import NAMES, VARIANTS, draw_variant, flat_operands, run_variant, triton_experts
-
-ODD = Case(33, 21, 13, 4, 2)
+from ..experts.test_experts import NAMES, ODD, VARIANTS, draw_variant, flat_operands, run_variant, triton_experts
 
 
 @pytest.mark.parametrize(
@@ -62,7 +60,7 @@ def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_weights_that_the_copy_engine_does_not_take(transposed, device, monkeypatch):
-    """Many rows per expert read an aligned copy, and gradients lie as without."""
+    """GEMMs of many rows per expert read an aligned copy. Gradients have the strides of the weights all the same."""
     monkeypatch.setattr(row_products, "is_worth_aligning", lambda matrices, *_: not has_aligned_rows(matrices))
     multiplied = []
     run_product = selection.run_product

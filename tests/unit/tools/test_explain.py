@@ -124,6 +124,7 @@ def test_follows_the_table(with_gluon, capsys):
     # Another epilogue uses the listed epilogue's kernel.
     other = dataclasses.replace(args, epilogue="reglu")
     assert find_for(other, target) is slow.with_epilogue("reglu")
+    assert "the table prefers this one" in why_not_faster(Step("up", other, slow.with_epilogue("reglu")), target)
     layer = layer_of(LAYER, torch.bfloat16, "meta", activation="reglu")
     print_steps(layer, layer.plan(target), target)
     first, *others = (line for line in capsys.readouterr().out.splitlines() if "(by " in line)

@@ -14,14 +14,7 @@ from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ....specs import is_gated
 from ...arguments.grouped import GroupedGemmArguments
-from ...kernel import (
-    SUPPORTED,
-    GemmOperands,
-    KernelMetadata,
-    Operand,
-    Status,
-    WarpSpecializedDesign,
-)
+from ...kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import GroupedGemmKernel, kernel_name, num_programs
 from ..pointer import EXTRA
 from .descriptors import descriptor, form, matrices_descriptor, plain_descriptor, ragged_descriptor, rows_descriptor

@@ -10,13 +10,7 @@ from ....runtime.gluon import OBSTACLE, registers
 from ....runtime.launch import Launch
 from ....runtime.triton import cdiv
 from ...arguments.grouped import WgradArguments
-from ...kernel import (
-    KernelMetadata,
-    Operand,
-    Status,
-    WarpSpecializedDesign,
-    WgradOperands,
-)
+from ...kernel import KernelMetadata, Operand, Status, WarpSpecializedDesign, WgradOperands
 from ..families import WgradKernel, kernel_name, num_programs
 from .descriptors import plain_descriptor, ragged_descriptor
 from .grouped import DTYPES, launch_options, warp_specialized_design

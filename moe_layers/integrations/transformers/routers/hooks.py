@@ -278,10 +278,9 @@ class HookedRouter:
 
 def _num_experts(router: Any) -> int:
     """Return the number of experts that a router can choose, including zero experts, which return the token."""
-    for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (router, "config")):
-        value = getattr(holder, name, None)
-        value = getattr(value, "num_experts", None) if name == "config" else value
-        if isinstance(value, int):
+    config = getattr(router, "config", None)
+    for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (config, "num_experts")):
+        if isinstance(value := getattr(holder, name, None), int):
             return value
     return len(next(router.parameters()))
 
@@ -293,10 +292,10 @@ class _Selection(TorchFunctionMode):
     these scores. A top-k of groups, [T, groups] or [T, groups, members], is ignored.
 
     Args:
-        choose: function of T and K that returns the new choice. Default None: the choice is not replaced.
+        choose: function of T and K that returns the new choice. None keeps the router's choice.
     """
 
-    def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None = None):
+    def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None):
         super().__init__()
         self.num_experts = num_experts
         self.choose = choose

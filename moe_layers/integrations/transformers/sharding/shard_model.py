@@ -203,8 +203,7 @@ def _parts(model: Any, mesh: DeviceMesh) -> list[_Part]:
             )
         if hasattr(tensor, "ds_id"):
             raise ValueError(f"parameters must be plain tensors, got {name} of DeepSpeed's ZeRO-3; use FSDP2 instead")
-    left = report_wrappers(state.places)[1]
-    if left:
+    if left := report_wrappers(state.places)[1]:
         reasons = first_three(f"{name} ({reason})" for name, reason in left.items())
         raise ValueError(f"adapters must be LoRA that the kernels compute, got those of {reasons}")
     names = {module: name for name, module in model.named_modules()}
