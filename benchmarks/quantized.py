@@ -119,7 +119,8 @@ def bench_dequantization(shape: Shape, options: argparse.Namespace) -> list[Row]
         weight = make_form(shape, form, options).experts.w_up
         assert isinstance(weight, QuantizedExperts)
         runs[form] = weight.dequantize, weight.weight().num_bytes + weight.dequantize().nbytes
-    return [{"form": form, **found} for form, found in timed_against_copy(runs, options).items()]
+    found = timed_against_copy(runs, options) if runs else {}
+    return [{"form": form, **values} for form, values in found.items()]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -26,14 +26,19 @@ def write_config(directory, targets=TARGETS, **changes):
     (directory / "adapter_config.json").write_text(json.dumps({**config, **changes}, indent=2, sort_keys=True))
 
 
-def make_adapter(directory, d_model, d_ff, orientation="0.19", names=NAMES, num_experts=4, layers=(0, 1), **changes):
-    """Write an adapter file, and return the changes of the parameters by layer and name, by PEFT's formula.
-
-    Args:
-        changes: fields of the configuration, or `stack`.
-    """
+def make_adapter(
+    directory,
+    d_model,
+    d_ff,
+    orientation="0.19",
+    names=NAMES,
+    num_experts=4,
+    layers=(0, 1),
+    stack="model.layers",
+    **config,
+):
+    """Write an adapter file, and return the changes of the parameters by layer and name, by PEFT's formula."""
     directory.mkdir()
-    stack = changes.pop("stack", "model.layers")
     generator = torch.Generator().manual_seed(len(stack))
     tensors, deltas = {}, {}
     rows = {"gate_up_proj": 2 * d_ff, "up_proj": d_ff, "down_proj": d_model}
@@ -49,7 +54,7 @@ def make_adapter(directory, d_model, d_ff, orientation="0.19", names=NAMES, num_
             parts = b.view(of_b, RANK, num_experts).double(), a.view(num_experts, RANK, of_a).double()
             deltas[layer, name] = torch.einsum(formula, *parts) * 2  # alpha / r
     save_file(tensors, directory / "adapter_model.safetensors", {"format": "pt"})
-    write_config(directory, [f"mlp.experts.{name}" for name in names], **changes)
+    write_config(directory, [f"mlp.experts.{name}" for name in names], **config)
     return deltas
 
 

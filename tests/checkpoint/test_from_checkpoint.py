@@ -56,9 +56,9 @@ def shorten(tensors, *kept):
             tensors[name] = tensors[name].bfloat16()
 
 
-def add_copies(tensors, old, new, change=1):
-    """Add the tensors whose names begin with `old` under names that begin with `new`, with other values."""
-    tensors |= {new + name.removeprefix(old): tensors[name] + change for name in tensors if name.startswith(old)}
+def add_copies(tensors, old, new, added=1):
+    """Add the tensors whose names begin with `old` under names that begin with `new`, with `added` added to values."""
+    tensors |= {new + name.removeprefix(old): tensors[name] + added for name in tensors if name.startswith(old)}
 
 
 def add_head(tensors):
@@ -68,8 +68,8 @@ def add_head(tensors):
 
 def test_only_the_shards_of_the_block_are_needed(tmp_path):
     golden = copy_case("mixtral", tmp_path, add_head)
-    weight_map = shard(tmp_path, 99)
     whole = from_checkpoint(tmp_path, golden.layer)
+    weight_map = shard(tmp_path, 99)
     needed = {file for name, file in weight_map.items() if name.startswith(golden.prefix)}
     experts = re.compile(r"experts\.[^01]\.")
     first_two = {weight_map[name] for name in weight_map if name.startswith(golden.prefix) and not experts.search(name)}

@@ -66,7 +66,7 @@ class Random:
     def values(
         self, *shape: int, scale: float = 1.0, most: int = 2, layout: str = "rows", dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Draw normal values of this scale, integers up to `most`, or such integers times a power of two near it."""
+        """Draw normal values times `scale`, integers up to `most`, or such integers times a power of 2 near `scale`."""
         if self.integers or self.multiples:
             values = torch.randint(-most, most + 1, shape, device=self.device, generator=self.generator)
             values = values * 2.0 ** round(log2(scale)) if self.multiples else values

@@ -32,7 +32,7 @@ SIZES = {
 }
 QWEN3_MOE = {**SIZES, "moe_intermediate_size": 16, "num_experts": 8}
 
-# Arguments of all Trainers.
+# Arguments of all Trainers: no output, and the CPU if there is no GPU.
 QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": not torch.cuda.is_available()}
 
 OWN_FIELDS = {

@@ -35,11 +35,8 @@ from .sharded_models import (
 )
 
 pytestmark = [slow, since_5_23]  # each process imports transformers
-UNEVEN, EVEN, NO_LABELS = (
-    (3, 1, 2, 2),
-    (2, 2, 2, 2),
-    (3, 0, 1, 2),
-)  # numbers of sequences by rank; two ranks use the first two
+# Numbers of sequences by rank; two ranks use the first two.
+UNEVEN, EVEN, NO_LABELS = (3, 1, 2, 2), (2, 2, 2, 2), (3, 0, 1, 2)
 STEPS, ACCUMULATED, CLIP, RATE = 3, 2, 5.0, 0.05
 
 

@@ -84,7 +84,7 @@ class Reporter(transformers.TrainerCallback):
     ids=["steps", "epoch", "no"],
 )
 def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
-    """The callback cannot foresee some logs at the end of a step. Callbacks before and after it see the same logs."""
+    """Logs that the callback cannot foresee hold the statistics, too, and so do the logs seen by other callbacks."""
     trainer = make_trainer("qwen3_moe", tmp_path, **settings)
     trainer.train_dataset = trainer.train_dataset[: STEPS * BATCH]  # one epoch
     before, after = Reporter(), Reporter()

@@ -23,13 +23,13 @@ from ..dtypes import DTYPES
 from ..tiers import slow
 from .test_saved_bytes import seen_bytes
 
-SIZES = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2, "init_std": 0.3}
+OPTIONS = {"d_model": 16, "d_ff": 12, "num_experts": 4, "top_k": 2, "init_std": 0.3}
 FACTORS = ["up_a", "up_b", "down_a", "down_b"]
 
 
 def make_layer(device, implementation="reference", dtype=torch.float32, **options):
     torch.manual_seed(0)
-    return layers.moe_layer(**{**SIZES, **options}, implementation=implementation, device=device, dtype=dtype)
+    return layers.moe_layer(**{**OPTIONS, **options}, implementation=implementation, device=device, dtype=dtype)
 
 
 def make_x(device, dtype=torch.float32, num_tokens=9):

@@ -212,7 +212,7 @@ def own_data(device, step):
 
 
 def recorded(make_recorder, layer, x):
-    """Run forward and backward. Return a context manager that recorded the one, and one that recorded the other."""
+    """Run forward and backward, each inside a context manager of its own. Return both context managers."""
     forward, backward = make_recorder(), make_recorder()
     with forward:
         y = layer(x)

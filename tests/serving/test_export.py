@@ -40,7 +40,7 @@ model.save_pretrained(sys.argv[3])
 """
 
 
-def write(model_type, tmp_path):
+def write_exports(model_type, tmp_path):
     """Write an enabled model with adapters to folders: base, adapters, their `merge`, and what PEFT merges.
 
     Returns:
@@ -59,7 +59,7 @@ def write(model_type, tmp_path):
 @pytest.mark.parametrize("model_type", MODELS)
 def test_llama_cpp_reads_what_is_written(model_type, tmp_path):
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
-    model, final = write(model_type, tmp_path)
+    model, final = write_exports(model_type, tmp_path)
     layers = final.model.layers
     exports = {name: load_file(tmp_path / name / "model.safetensors") for name in ("merged", "saved")}
     for name, tensors in {**exports, "iter_weights": dict(iter_weights(model))}.items():
@@ -95,7 +95,7 @@ def read(folder):
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_transformers_reads_what_is_written(model_type, tmp_path):
-    _, final = write(model_type, tmp_path)
+    _, final = write_exports(model_type, tmp_path)
     for name in ("merged", "saved"):
         assert_same(read(tmp_path / name), final.state_dict())
 
@@ -104,7 +104,7 @@ def test_transformers_reads_what_is_written(model_type, tmp_path):
 @pytest.mark.skipif(OTHER is None, reason="OTHER_TRANSFORMERS names no folder")
 @pytest.mark.parametrize("model_type", MODELS)
 def test_another_transformers_reads_what_is_written(model_type, tmp_path):
-    expected = write(model_type, tmp_path)[1].state_dict()
+    expected = write_exports(model_type, tmp_path)[1].state_dict()
     environment = {**os.environ, "PYTHONPATH": f"{OTHER}:{ROOT}"}
     for name in ("merged", "saved"):
         arguments = [tmp_path / name, tmp_path / "state.pt", tmp_path / f"{name}_again"]

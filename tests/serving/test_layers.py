@@ -100,13 +100,13 @@ def shared_and_sharded_models_give_whole_tensors(device):
 
 def adapters_and_stored_weights_of_ranks(device):
     for format in (None, "int8"):
-        one, many = (make_layer(device, dtype=torch.float32) for _ in range(2))
-        for layer in (one, many):
+        one, other = (make_layer(device, dtype=torch.float32) for _ in range(2))
+        for layer in (one, other):
             if format:
                 quantize_experts_(layer, format)
             adapted(layer)
-        sharded_layer = shard_experts(many, expert_mesh(device))
-        assert_same(dict(iter_weights(sharded_layer)), dict(iter_weights(one)))
+        many = shard_experts(other, expert_mesh(device))
+        assert_same(dict(iter_weights(many)), dict(iter_weights(one)))
 
 
 test_two_processes = make_test([shared_and_sharded_models_give_whole_tensors, adapters_and_stored_weights_of_ranks], 2)

@@ -320,18 +320,21 @@ def test_bad_settings(make, message):
 
 route = partial(topk_routing, torch.zeros(3, 12), 2)
 route_linearly = partial(linear_routing, torch.zeros(3, 4), torch.zeros(2, 4), 1)
-SELECTION_BIAS, LOGIT_BIAS = RouterSpec.deepseek_v3(), RouterSpec(logit_bias=True)
+NEEDS_SELECTION_BIAS, NEEDS_LOGIT_BIAS = RouterSpec.deepseek_v3(), RouterSpec(logit_bias=True)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (partial(route, SELECTION_BIAS), "selection_bias must be given for this spec, got none"),
+        (partial(route, NEEDS_SELECTION_BIAS), "selection_bias must be given for this spec, got none"),
         (partial(route, selection_bias=torch.zeros(12)), "selection_bias must be omitted for this spec, got one"),
-        (partial(route, SELECTION_BIAS, selection_bias=torch.zeros(11)), r"selection_bias must be \[E\] with E=12"),
+        (
+            partial(route, NEEDS_SELECTION_BIAS, selection_bias=torch.zeros(11)),
+            r"selection_bias must be \[E\] with E=12",
+        ),
         (partial(route_linearly, logit_bias=torch.zeros(2)), "logit_bias must be omitted for this spec, got one"),
-        (partial(route_linearly, LOGIT_BIAS), "logit_bias must be given for this spec, got none"),
-        (partial(route_linearly, LOGIT_BIAS, logit_bias=torch.zeros(2, device="meta")), "one device"),
+        (partial(route_linearly, NEEDS_LOGIT_BIAS), "logit_bias must be given for this spec, got none"),
+        (partial(route_linearly, NEEDS_LOGIT_BIAS, logit_bias=torch.zeros(2, device="meta")), "one device"),
     ],
 )
 def test_bad_biases(call, message):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -158,7 +159,10 @@ def test_cpu_tensors_leave_nothing(launches, monkeypatch):
 
 
 def test_threads_find_their_own_kernels(launches):
+    all_run = threading.Barrier(4)
+
     def wrong_ones(first):
+        all_run.wait()
         in_turn = launches[first:] + launches[:first]
         return [launch for _ in range(50) for launch in in_turn if found(launch) != static_properties(launch)]
 

@@ -247,8 +247,14 @@ def test_threads_share_records(device, monkeypatch):
         inference(layer, draw(device))
     given = [draw(device) for _ in range(4)]
     want = [unrecorded(inference, layer, tokens) for tokens in given]
+    all_run = threading.Barrier(4)
+
+    def infer(tokens):
+        all_run.wait()
+        return inference(layer, tokens)
+
     with ThreadPoolExecutor(4) as pool:
-        got = pool.map(lambda tokens: inference(layer, tokens), given)
+        got = pool.map(infer, given)
     for results, wanted in zip(got, want, strict=True):
         assert_same(results, wanted)
 
