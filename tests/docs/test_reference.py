@@ -218,26 +218,49 @@ def test_host_times_equal_their_results_file():
     assert f"the layer takes {limits[0]}, {limits[1]} and {limits[2]} times as long." in PERFORMANCE
 
 
+def whole_model_cells(row, *others):
+    """Return the cells of the page's tables of whole models: tokens, milliseconds, ratio, host time and peak."""
+    rows = (row, *others)
+    return {
+        "tokens": f"{row['batch']} x {row['length']}",
+        "ms": " / ".join(f"{each['ms']:.1f}" for each in rows),
+        "ratio": f"{others[0]['ms'] / row['ms']:.2f}",
+        "host": " / ".join(f"{each['host_ms']:.1f}" for each in rows),
+        "peak": " / ".join(f"{each['peak_mib']:.0f}" for each in rows[:2]),
+    }
+
+
 def test_whole_models_numbers_equal_their_results_file():
     keys = ("mode", "batch", "length", "implementation")
     rows = {tuple(row[key] for key in keys): row for row in load("whole_model_h200_b6f26876.json")}
     ratios = {}
     for key in {key[:3] for key in rows}:
-        ours, theirs, bound = (rows[(*key, name)] for name in ("moe_layers", "grouped_mm", "no_experts"))
-        ratios[key] = f"{theirs['ms'] / ours['ms']:.2f}"
-        cells = [
-            key[0],
-            f"{key[1]} x {key[2]}",
-            " / ".join(f"{row['ms']:.1f}" for row in (ours, theirs, bound)),
-            ratios[key],
-            f"{theirs['ms'] / bound['ms']:.2f}",
-            " / ".join(f"{row['host_ms']:.1f}" for row in (ours, theirs, bound)),
-            f"{ours['peak_mib']:.0f} / {theirs['peak_mib']:.0f}",
-        ]
-        assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, cells
-    for mode, what in (("eager", "six layers, eager"), ("compiled", "compiled layers")):
+        compared = [rows[(*key, name)] for name in ("moe_layers", "grouped_mm", "no_experts")]
+        tokens, ms, ratios[key], host, peak = whole_model_cells(*compared).values()
+        of_bound = f"{compared[1]['ms'] / compared[2]['ms']:.2f}"
+        assert f"| {key[0]} | {tokens} | {ms} | {ratios[key]} | {of_bound} | {host} | {peak} |\n" in PERFORMANCE, key
+    for mode, what in (
+        ("eager", "transformers' `grouped_mm`, eager | six layers of a Qwen3-MoE,"),
+        ("compiled", "the same, compiled layers |"),
+    ):
         numbers = "; ".join(ratios[mode, 1, length] for length in (1024, 4096))
-        assert f"| the same, {what} | 1024; 4096 tokens | {numbers} |\n" in README
+        assert f"| {what} 1024; 4096 tokens | {numbers} |\n" in README
+
+
+def test_whole_models_numbers_with_lora_equal_their_results_files():
+    name = "whole_model_lora_h200_0f71880b"
+    keys, rows, ratios = ("model", "mode", "batch", "length", "implementation"), {}, {}
+    for file in (name, f"{name}_compiled", f"{name}_gpt_oss"):
+        rows |= {tuple(row[key] for key in keys): row for row in load(f"{file}.json") if row["ms"] is not None}
+    for key in {key[:4] for key in rows if key[4] == "moe_layers"}:
+        cells = whole_model_cells(*(rows[(*key, implementation)] for implementation in ("moe_layers", "grouped_mm")))
+        ratios[key] = cells["ratio"]
+        assert f"| {' | '.join((*key[:2], *cells.values()))} |\n" in PERFORMANCE, key
+    for mode, what in (("eager", "eager"), ("compiled", "compiled layers")):
+        numbers = "; ".join(ratios["qwen3-30b-a3b", mode, b, s] for b, s in ((1, 1024), (1, 4096), (4, 4096)))
+        assert f"| training steps with PEFT's LoRA, {what} | 1024; 4096; 16384 tokens | {numbers} |\n" in README
+    ours, theirs = (rows["qwen3-30b-a3b", "eager", 1, 4096, each]["peak_mib"] for each in ("moe_layers", "grouped_mm"))
+    assert f"Six layers peak at {ours:.0f} MiB,\n  with PEFT alone at {theirs:.0f}." in README
 
 
 def baseline_over_ours(name, which="forward+backward"):
@@ -287,13 +310,6 @@ def test_every_layer_slower_than_its_baseline_is_named():
 
 
 def test_readmes_ratios_to_eager_models_are_in_the_results():
-    for name, baseline in [
-        ("huggingface_h200_6d70fd1.json", "transformers' `grouped_mm`, eager"),
-        ("huggingface_lora_h200_24e7441.json", "transformers' `grouped_mm` with PEFT's adapters, eager"),
-    ]:
-        ours = {row["pass"]: row["times_as_fast"] for row in load(name) if row["implementation"] == "moe_layers"}
-        ratios = f"{ours['block forward+backward']:.2f}; {ours['training step']:.2f}"
-        assert f"| {baseline} | Qwen3-MoE: block; training step | {ratios} |" in README
     wanted = {"shape": "qwen3-235b", "ep": 2, "routing": "even", "implementation": "allgather"}
     row = only(load("expert_parallel_h200_3bff595.json"), **wanted, **{"pass": "forward+backward"})
     ratio = f"{row['times_baseline']:.2f}"
