@@ -260,7 +260,7 @@ def test_whole_models_numbers_with_lora_equal_their_results_files():
         numbers = "; ".join(ratios["qwen3-30b-a3b", mode, b, s] for b, s in ((1, 1024), (1, 4096), (4, 4096)))
         assert f"| training steps with PEFT's LoRA, {what} | 1024; 4096; 16384 tokens | {numbers} |\n" in README
     ours, theirs = (rows["qwen3-30b-a3b", "eager", 1, 4096, each]["peak_mib"] for each in ("moe_layers", "grouped_mm"))
-    assert f"Six layers peak at {ours:.0f} MiB,\n  with PEFT alone at {theirs:.0f}." in README
+    assert f"Six layers peak at {ours:.0f} MiB,\n  PEFT alone at {theirs:.0f}." in README
 
 
 def baseline_over_ours(name, which="forward+backward"):
