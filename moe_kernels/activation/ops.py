@@ -16,7 +16,7 @@ from ..quantization.fp8_rows import empty_scaled_rows
 from ..reference_fp8 import BLOCK
 from ..runtime.checks import check_shapes
 from ..runtime.dispatch import choose
-from ..runtime.launch import launch_kernel, with_strides
+from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment, empty_rows
 from ..runtime.triton import cdiv, next_power_of_2
@@ -103,7 +103,8 @@ def _launch_forward(
         launch_kernel(
             activation_kernel,
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
-            *with_strides(preactivation),
+            preactivation,
+            preactivation.stride(),
             *(bias or (None, None)),
             out,
             out.stride(0),
@@ -163,8 +164,10 @@ def _activation_backward_op(
         launch_kernel(
             activation_backward_kernel,
             (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
-            *with_strides(preactivation),
-            *with_strides(dactivated),
+            preactivation,
+            preactivation.stride(),
+            dactivated,
+            dactivated.stride(),
             dpreactivation,
             num_rows,
             d_ff,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..permutation.permute import combine_block
-from ..runtime.launch import launch_kernel, with_strides
+from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
@@ -41,11 +41,13 @@ def launch_combine_with_router(
         launch_kernel(
             _combine_with_router_kernel,
             (num_tokens, cdiv(d_model, block_d)),
-            *with_strides(rows),
+            rows,
+            rows.stride(),
             slot_to_row,
             slot_experts,
             dlogits,
-            *with_strides(w_router),
+            w_router,
+            w_router.stride(),
             out,
             d_model,
             TOP_K=top_k,

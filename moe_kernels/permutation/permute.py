@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose
-from ..runtime.launch import launch_kernel, with_strides
+from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
@@ -142,10 +142,12 @@ def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Ten
         launch_kernel(
             _permute_kernel,
             (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
-            *with_strides(tokens),
+            tokens,
+            tokens.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
-            *with_strides(rows),
+            rows,
+            rows.stride(),
             num_tokens,
             d_model,
             TOP_K=top_k,
@@ -238,7 +240,8 @@ def launch_combine(
         launch_kernel(
             _combine_kernel,
             (num_tokens, cdiv(d_model, block_d)),
-            *with_strides(rows),
+            rows,
+            rows.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
             slot_to_row.contiguous(),
             out,
@@ -346,8 +349,10 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
         launch_kernel(
             _combine_dweights_kernel,
             (num_tokens, top_k),
-            *with_strides(dout),
-            *with_strides(rows),
+            dout,
+            dout.stride(),
+            rows,
+            rows.stride(),
             slot_to_row.contiguous(),
             dweights,
             d_model,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activation.functions import exp_negative
-from ..runtime.launch import launch_kernel, with_strides
+from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .linear import empty_dlogits, store_gradient
@@ -34,7 +34,8 @@ def launch_topk(
         launch_kernel(
             _topk_kernel,
             (cdiv(num_tokens, block_t),),
-            *with_strides(logits),
+            logits,
+            logits.stride(),
             topk_experts,
             topk_weights,
             num_tokens,
