@@ -47,7 +47,7 @@ def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, op
     now = make_layer(shape, device, dtype)
     tokens = make_tokens(now, shape, routing)
     sizes = shape.d_model, shape.d_ff, shape.num_experts, shape.top_k
-    earlier = before(*sizes, device=device, dtype=dtype)
+    earlier = before(*sizes, activation=shape.activation, device=device, dtype=dtype)
     earlier.load_state_dict(now.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(earlier(tokens), now(tokens), rtol=0.05, atol=0.05 * float(now(tokens).std()))
