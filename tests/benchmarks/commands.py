@@ -12,7 +12,6 @@ COMMANDS = {
     "activations": "--shapes tiny --variants relu",
     "batch_invariance": "--shapes tiny --num-tokens 3",
     "checkpoint": "--shape tiny",
-    "compiled_block": "--shapes tiny",
     "fp8": "--shapes tiny",
     "grouped_gemm": "--shapes tiny --gemms up up_wgrad --routing even",
     "grouped_gemm_list": "--problems 2x16",

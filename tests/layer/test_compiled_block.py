@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo.utils import counters
+from torch.nn import functional
 
-from benchmarks.compiled_block import TransformerBlock, compiled
 from moe_kernels import RouterSpec
 from moe_kernels.testing import assert_accurate
 from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice, MoEConfig, MoEFeedForward, TokenRounding
@@ -49,12 +50,34 @@ if ON_GPU:
     }
 
 
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + experts(norm(x)). x is [B, S, D]."""
+
+    def __init__(self, config, *, device, dtype, **moe):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.attention_norm, self.experts_norm = (nn.RMSNorm(D, eps=1e-6, **factory) for _ in range(2))
+        self.w_qkv, self.w_out = (nn.Linear(D, n * D, bias=False, **factory) for n in (3, 1))
+        self.experts = MoEFeedForward.from_config(config, **moe, **factory)
+
+    def forward(self, x):
+        qkv = self.w_qkv(self.attention_norm(x)).unflatten(-1, (3, -1, HEAD))  # [B, S, 3, heads, HEAD]
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # [B, heads, S, HEAD]
+        x = x + self.w_out(attended.transpose(1, 2).flatten(2))
+        return x + self.experts(self.experts_norm(x))
+
+
+def compiled(block):
+    """Compile without graph breaks: with Inductor on a GPU, without code generation on a CPU."""
+    return torch.compile(block, fullgraph=True, backend="inductor" if ON_GPU else "aot_eager")
+
+
 def make_block(device, dtype=torch.float32, **options):
     torch.manual_seed(0)
     assignment = options.pop("assignment", None)
     config = MoEConfig(**SIZES, init_std=0.1, **options)
-    factory = {"implementation": "triton", "device": device, "dtype": dtype}
-    return TransformerBlock(config, head_dim=HEAD, assignment=assignment, **factory)
+    return TransformerBlock(config, assignment=assignment, implementation="triton", device=device, dtype=dtype)
 
 
 def make_x(length, device, dtype=torch.float32):
@@ -83,7 +106,7 @@ def test_one_recompilation_over_ten_numbers_of_tokens(form, dtype, device):
     """No size is marked as dynamic: the second T shows the compiler that T changes."""
     torch.use_deterministic_algorithms(False)
     block = make_block(device, dtype, **FORMS[form])
-    run = compiled(block, device)
+    run = compiled(block)
     counters.clear()
     for number, length in enumerate(LENGTHS):
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
@@ -105,7 +128,7 @@ def test_results_are_within_the_error_budget(form, device):
     for module in plain.modules():
         if hasattr(module, "implementation"):
             module.implementation = "reference"
-    run, exact = compiled(block, device), copy.deepcopy(plain).double()
+    run, exact = compiled(block), copy.deepcopy(plain).double()
     for length in LENGTHS[:2]:
         x = make_x(length, device)
         results = step(run, x, block), step(plain, x, plain), step(exact, x.detach().double().requires_grad_(), exact)
