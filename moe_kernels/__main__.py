@@ -1,6 +1,6 @@
-"""Explain which kernels run, measure a table of the fastest kernels ahead of time, show tables, verify their entries.
+"""Explain which kernels run, measure and tabulate the fastest ones ahead of time, show tables, verify their entries.
 
-    python -m moe_kernels explain 16384,2048,768,128,8     # T, D, F, E, K of a layer
+    python -m moe_kernels explain 16384,2048,768,128,8     # tokens, d_model, d_ff, num_experts, top_k
     python -m moe_kernels tune 16384,2048,768,128,8 --seconds 600
     python -m moe_kernels show --gpu "NVIDIA H200"
     python -m moe_kernels verify

@@ -94,7 +94,7 @@ def _weights_of_choice(
         weights = torch.where(is_chosen, SCORES[spec.score](logits).gather(1, experts.clamp(min=0)), 0.0)
         if spec.normalize:
             total = weights.pow(spec.norm_power).sum(-1, keepdim=True)
-            # A token without an expert has no norm; the placeholder 1.0 avoids a division by zero.
+            # The norm of a token without an expert would be 0; use 1.0, to avoid a division by zero.
             norm = torch.where(is_chosen.any(1, keepdim=True), total, 1.0).pow(1 / spec.norm_power)
             weights = weights / (norm + spec.norm_epsilon).clamp(min=spec.norm_minimum)
     return torch.where(is_chosen, weights * spec.scale, 0.0)
@@ -369,7 +369,7 @@ def apply_activation(
 
 def combine(
     rows: Tensor,  # [R, D] expert order
-    topk_weights: Tensor | None,  # [T, K]; None sums unweighted
+    topk_weights: Tensor | None,  # [T, K]; None means weight 1 for every slot
     slot_to_row: Tensor,  # [T, K] int32
 ) -> Tensor:  # [T, D] token order
     dtype = torch.promote_types(rows.dtype, torch.float32)

@@ -91,8 +91,8 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _first_order(backward: Callable[[Any, Tensor], tuple[Tensor | None, ...]]) -> Callable[[Any, Tensor], Any]:
-    """Wrap a backward, so that gradients of gradients raise, because rounding has no derivative. PyTorch's
-    `once_differentiable` does not always raise: with `autograd.grad` it gives wrong values."""
+    """Wrap a backward function, so that gradients of gradients raise NotImplementedError: rounding has no derivative.
+    PyTorch's `once_differentiable` does not always raise: with `autograd.grad` it gives wrong values."""
 
     @functools.wraps(backward)
     def run(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
@@ -126,11 +126,10 @@ class _Linear(torch.autograd.Function):
 class _WeightedLinear(torch.autograd.Function):
     """Computes rows @ weight^T, and sums each token's products times their routing weights w. Backward rounds a token's
     upstream gradient to e4m3 before the multiplication by w. `kept` is `rows`, or a less precise copy of `rows`.
-    Backward reads only `kept`. dA' is the gradient of the rows without the factor w:
+    Backward reads `kept` instead of `rows`, and gives the gradient of the rows to `kept` only. dA' is this gradient
+    without the factor w. gather(dout) holds the upstream gradient of each row's token:
 
         dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
-
-    Autograd passes the gradient of the rows to `kept`. `rows` gets no gradient.
     """
 
     @staticmethod

@@ -1,7 +1,5 @@
-"""Settings of routers and of activation functions, as frozen dataclasses.
-
-`reference.topk_routing` and `reference.apply_activation` evaluate these settings.
-"""
+"""Settings of routers and of activation functions, as frozen dataclasses. `reference.topk_routing` and
+`reference.apply_activation` evaluate these settings."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ class RouterSpec:
     selection bias and without "top2_sum", experts are therefore chosen by logit instead of by score.
 
     Args:
-        input_norm_epsilon: before the linear map, the token is divided by its root mean square (with this epsilon) and
-            by sqrt(D), and multiplied by a learned vector. None, the default, leaves the token unchanged.
+        input_norm_epsilon: if set, the token is divided by its root mean square, with this epsilon, before the linear
+            map. The quotient is divided by sqrt(D) and multiplied by a learned vector. Default: None.
         logit_bias: whether the linear map has a bias.
         logit_softcap: if set, the logits become softcap * tanh(logits / softcap).
         sparsemixer_jitter: if set, the router is a top-2 SparseMixer in evaluation mode. The router chooses the expert
@@ -34,9 +32,9 @@ class RouterSpec:
             the experts whose logits differ by at most the relative distance `2 * jitter` from the chosen logit.
             Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds the
-            bias to the logits instead.
+            bias to the logits instead. None, the default, means no bias.
         num_groups: experts form this many groups of consecutive ids.
-        topk_groups: number of groups whose experts can be chosen: the groups with the highest scores.
+        topk_groups: number of groups, those with the highest scores, whose experts can be chosen.
         group_score: score of a group: "max" of its experts' scores, or "top2_sum", the sum of the two highest.
         normalize: whether weights are divided by the norm of the chosen scores, but at least by `norm_minimum`. The
             norm is (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
@@ -230,8 +228,8 @@ KNOWN_ACTIVATIONS = f"{first_three(map(repr, ACTIVATION_KINDS))} (all: help(moe_
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation with its limit and alpha. Every `activation` argument also accepts a name, which selects the
-    published numbers.
+    """An activation with its limit and alpha, by default those of published models. Every `activation` argument also
+    accepts a name, which selects these defaults.
 
     Gated, with a gate g and an up value u:
 

@@ -24,7 +24,7 @@ class Case:
     d_ff: int
     num_experts: int
     top_k: int
-    routing: str = "random"  # "random", "even", "zipf", or "first": every token takes the experts 0, 1, ...
+    routing: str = "random"  # "random", "even", "zipf" or "first": see `make_logits`
 
 
 CASES = {
@@ -97,7 +97,7 @@ def make_permutation(inputs: LayerInputs, top_k: int) -> tuple[Tensor, Permutati
 
 
 def to_float64(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the tensors, converted to float64 unless they hold integers, so that functions of them run in float64."""
+    """Return the tensors, with floating-point tensors converted to float64."""
     return tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in tensors)
 
 

@@ -28,8 +28,7 @@ def check_kind(owner: str, name: str, value: object, kind: type) -> None:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor. The check does not import the class, because this import takes half as long
-    as importing PyTorch."""
+    """Return whether a tensor is a DTensor, without importing the class. The import takes half as long as PyTorch's."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")  # plain tensors skip the slow `hasattr`
 
 

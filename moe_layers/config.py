@@ -43,9 +43,9 @@ class MoEConfig:
             the last ids. Default: 0.
         latent_dim: size of `w_latent_in @ x`, which routed experts process instead of x. `w_latent_out` maps the sum of
             the experts' outputs back to d_model. Router and shared expert process x. Default: no latent projections.
-        capacity: maximum number of slots that an expert takes from one sequence, in token order. Sequences lie along
-            the second-last axis of x. A `CapacityFactor` sets the number relative to an even share. Slots beyond the
-            capacity add nothing. None (default) means no limit.
+        capacity: maximum number of slots (token-expert pairs) that an expert takes from one sequence, in token order.
+            Sequences lie along the second-last axis of x. A `CapacityFactor` sets a multiple of an even share. Slots
+            beyond the capacity add nothing. None (default) means no limit.
         separate_router_input: whether the router reads a separate tensor, the forward's argument `router_input`, as in
             Gemma 4. Default: False, the router reads x.
         recompute: "up" recomputes the experts' pre-activations in backward, with one more GEMM. None (default) saves
@@ -161,9 +161,9 @@ class MoEConfig:
     def flops_per_token(self) -> int:
         """Return the number of floating-point operations of a token's forward: two per element of the used matrices.
 
-        Backward takes twice as many, and with `recompute="up"` one more product of `w_up`. Activations, biases
-        and the routing after the logits are not counted. A token needs fewer operations if it chooses zero experts, or
-        if a capacity drops some of its slots.
+        Backward takes twice as many operations. With `recompute="up"`, backward also repeats the products with `w_up`.
+        Activations, biases and the routing after the logits are not counted. A token needs fewer operations if it
+        chooses zero experts, or if a capacity drops some of its slots.
         """
         return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
 

@@ -60,16 +60,16 @@ class MoEFeedForward(nn.Module):
         router: the router's settings; None for `RouterSpec()`, the router of Mixtral and Qwen3.
         bias: whether the experts' projections have biases. Default False.
         shared_d_ff: hidden size of a shared expert that processes every token; None (default) for no shared expert.
-        capacity: maximum number of slots that each expert takes from one sequence, in token order, or a
-            `CapacityFactor`. Sequences lie along the last axis but one of x. Slots beyond the capacity add nothing.
-            None for no limit.
+        capacity: maximum number of slots that each expert takes from one sequence, or a `CapacityFactor`. See
+            `MoEConfig`. None (default) for no limit.
         assignment: an `Assignment` that replaces each token's top-k choice, or a function for `CustomAssignment`.
+            None (default) for the top-k choice.
         noise: noise that the router adds in training mode. None (default) for no noise.
         balance_losses: coefficients of the auxiliary losses. Backward adds the gradients of the losses, multiplied by
-            the scale of `set_aux_loss_scale`. None for no losses.
-        recompute: "up" recomputes the experts' preactivations in backward instead of saving them. The recomputation
-            costs one GEMM. None, the default, saves the preactivations.
-        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`. None, the default, multiplies
+            the scale of `set_aux_loss_scale`. None (default) for no losses.
+        recompute: "up" recomputes the experts' pre-activations in backward, with one more GEMM. None (default) saves
+            the pre-activations.
+        precision: "fp8" multiplies e4m3 operands in the routed experts, see `MoEConfig`. None (default) multiplies
             operands in the dtype of the parameters.
         implementation: "triton", "reference", or None (default) to choose by device.
 
@@ -230,11 +230,11 @@ class MoEFeedForward(nn.Module):
         """Return whether a token's output is independent, bit for bit, of the other tokens of a call. Default False.
 
         Without auxiliary losses, a token's gradient is independent of other tokens, too. Gradients of parameters are
-        sums over all tokens, and depend on every token. For any number of tokens, the same kernels compute outputs and
-        tokens' gradients, without cuBLAS. The shared expert runs as a routed expert. The cost is highest with few
-        tokens. The reference implementation computes each token alone. Expert parallelism breaks the guarantee, because
-        collectives sum in their own order. Setting True raises ValueError if the layer has a capacity, assignment or
-        noise, which depend on the call.
+        sums over all tokens. The same kernels compute outputs and tokens' gradients for any number of tokens, without
+        cuBLAS. The shared expert runs as a routed expert. The cost is highest with few tokens. The reference
+        implementation computes each token alone. Expert parallelism breaks the guarantee, because collectives sum in
+        their own order. Setting True raises ValueError if the layer has a capacity, assignment or noise, because the
+        effects of these settings depend on the whole call.
         """
         return self.experts.batch_invariant
 
@@ -317,16 +317,15 @@ class MoEFeedForward(nn.Module):
             sequence_lengths: lengths of sequences that are packed into the leading axes, for `BalanceLosses.sequence`.
                 Default: x [..., S, D] with three or more axes holds sequences of length S.
             num_tokens: divisor of the auxiliary losses, see `losses.py`. Default: the number of tokens in this call.
-            topk_experts: experts that replace the router's choice, see `RoutingReplay`. K is the router's number of
-                slots per token: top_k, unless an assignment sets another number. The id -1 means no expert. The router
-                computes the weights of these experts. On a CPU, ids beyond the experts raise ValueError. On a GPU, such
-                ids are not reported and mean no expert.
+            topk_experts: experts that replace the router's choice, see `RoutingReplay`. The router computes the weights
+                of these experts. K is the router's number of slots per token: top_k, unless an assignment sets another
+                number. The id -1 means no expert. On a GPU, ids beyond the experts are not reported and mean no expert.
             router_input: the tensor that the router reads. Required with `MoEConfig.separate_router_input`, else None.
 
         Raises:
-            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters. The
-                mask, choice or router's input has a wrong shape or dtype. On a CPU, the choice has an id beyond the
-                experts. A loss lacks its sequence lengths.
+            ValueError: x is a DTensor, does not end in d_model, or has another dtype or device than the parameters.
+                `token_mask`, `topk_experts` or `router_input` has a wrong shape or dtype. On a CPU, `topk_experts` has
+                an id beyond the experts. `BalanceLosses.sequence` is set, but the sequence lengths are unknown.
         """
         tokens, info = flatten_tokens(x, self.d_model, token_mask, sequence_lengths, num_tokens)
         check_tokens(self, x)
@@ -334,7 +333,7 @@ class MoEFeedForward(nn.Module):
         if not (given or return_routing) and runs_as_one_op(self, tokens):
             out, shared = compute_whole(self, tokens), self._modules.get("shared_expert")
             out = out if shared is None else out + shared(info.all_tokens)
-            return out if out.shape == x.shape else restore_shape(out, info)  # a view of `out` could lose FSDP2's hook
+            return out if out.shape == x.shape else restore_shape(out, info)
         if self.batch_invariant:
             self._check_invariance()  # check in each call, because router or assignment may have been replaced
         router_tokens = flatten_router_input(tokens, info, router_input, separate=self.separate_router_input)
@@ -388,7 +387,7 @@ class MoEFeedForward(nn.Module):
         has_aux_loss = self.balance_losses.any and torch.is_grad_enabled()
         counts = self.training and (self.balance_losses.global_batch > 0 or self.router.selection_bias is not None)
         if return_routing or has_aux_loss or counts:
-            # With zero experts or after `keep_local_experts`, the offsets lack choices, so `layer_routing` counts them.
+            # Offsets lack zero experts and experts dropped by `keep_local_experts`. With such experts, pass no offsets.
             counted = offsets if self.experts.num_experts == self.router.num_experts else None
             routing = layer_routing(slots, info, counted, self.router.num_experts, self.experts.implementation)
             if has_aux_loss:

@@ -41,16 +41,17 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
-    """Return each layer's auxiliary loss in its last forward with gradients, by layer name, for printing or logging.
+    """Return the auxiliary loss of each layer's last forward with gradients, by layer name, for printing or logging.
 
     Each value is a scalar on the device: the sum of the layer's losses, weighted by `balance_losses`. The factor of
     `set_aux_loss_scale` is not included. The values carry no gradient, because backward already adds the gradient.
     Layers without an auxiliary loss are left out, so the result is empty if only a selection bias balances the model.
     To differentiate a loss by hand, build the layer without `balance_losses`, and apply a loss function to the routing
-    of `return_routing=True`.
+    that the forward returns with `return_routing=True`.
 
     Raises:
-        ValueError: no layer has had a forward with an auxiliary loss, unless a selection bias alone balances the model.
+        ValueError: no layer has had a forward with an auxiliary loss. If only a selection bias balances the model, this
+            function does not raise.
     """
     layers = _layers(model)
     losses = {name: layer.aux_loss for name, layer in layers.items() if layer.aux_loss is not None}
@@ -67,10 +68,9 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
     """Collect routing statistics in every layer of a model from now on. Return the observers by layer name.
 
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
-    In a transformers model, set `observer.router.observer` to None instead.
-
-    Blocks of transformers read padding from their model's attention mask, so pass the whole model. In these blocks, the
-    margins in the statistics are differences of the scores from which the router chooses the top-k.
+    In a transformers model, set `observer.router.observer` to None instead. Blocks of transformers read padding from
+    their model's attention mask, so pass the whole model. In these blocks, margins are differences of the scores from
+    which the router chooses the top-k.
 
     Raises:
         ValueError: the model has no MoE layer, or a layer has an unsupported router.

@@ -44,11 +44,9 @@ def _silu(x):
 
 @triton.jit
 def _gelu(x):
-    """Return (value, derivative) of x * P(z < x) for a standard normal z.
-
-    P(z > |x|) / exp(-x**2 / 2) is approximated by a polynomial of t = 1 / (1 + 0.35 |x|), with relative error 5e-8.
-    Value and derivative share one exponential, and small values of P stay precise.
-    """
+    """Return (value, derivative) of x * P(z < x) for a standard normal z. A polynomial of t = 1 / (1 + 0.35 |x|)
+    approximates P(z > |x|) / exp(-x**2 / 2) with a relative error of 5e-8. Value and derivative share one exponential,
+    and small values of P stay precise."""
     t = 1.0 / (1.0 + 0.35 * tl.abs(x))
     total = -0.029157998 * t + 0.144031465
     total = total * t - 0.255840093
@@ -319,9 +317,9 @@ ACTIVATIONS = {
     "silu": ActivationFunctions(silu, silu_backward),
 }
 
-# GEMM kernels apply these gated activations, which most published models use, to the product before they store it.
-# Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. In kernels that
-# gather rows, "geglu" and "swiglu_clamped_after" would spill registers, so GATHERING_EPILOGUES omits both names.
+# GEMM kernels apply these gated activations, which most published models use, to a product before storing the product.
+# Kernels call `forward(gate, up)` without `limit` and `alpha`, whose defaults are the published values. Kernels that
+# gather rows apply only GATHERING_EPILOGUES, because "geglu" and "swiglu_clamped_after" would spill registers there.
 GATHERING_EPILOGUES = ("swiglu", "geglu_tanh", "reglu", "clamped_swiglu", "gpt_oss")
 EPILOGUES = {name: ACTIVATIONS[name] for name in (*GATHERING_EPILOGUES, "geglu", "swiglu_clamped_after")}
 

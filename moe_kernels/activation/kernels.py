@@ -26,10 +26,8 @@ def activation_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes a tile of activation(preactivation + bias). Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)).
-
-    If `scales_ptr` is given, the activation is first rounded to the dtype of the preactivation, then quantised.
-    """
+    """One program writes a tile of activation(preactivation + bias). Grid: (cdiv(R, BLOCK_R), cdiv(F, BLOCK_F)). If
+    `scales_ptr` is given, the activation is rounded to the dtype of the preactivation, then quantised."""
     r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     first = tl.program_id(1).to(tl.int64) * BLOCK_F
     is_row = r < num_rows
@@ -98,7 +96,7 @@ def weighted_activation_backward_kernel(
     destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row names the rows
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
     scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation, or None (then scales_ptr and num_rows are None, too)
-    scales_ptr,  # [columns of the preactivation / 128, R] contiguous
+    scales_ptr,  # [cdiv(2F or F, 128), R] contiguous
     num_rows,  # R
     num_items,  # number of slots, or number of rows if programs handle rows
     F,
@@ -112,11 +110,8 @@ def weighted_activation_backward_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """One program writes dH, A_w and dw of BLOCK_S slots or rows. Grid: (cdiv(num_items, BLOCK_S),).
-
-    dH = w * dA' * activation'(H), A_w = w * A and dw = <dA', A>. H is the preactivation plus the bias, and A is
-    activation(H). w is the routing weight, and dA' (`dweighted`) is the gradient of A_w.
-    """
+    """One program writes dH, A_w and dw of BLOCK_S slots or rows. `launch_weighted_activation_backward` defines these
+    results. Grid: (cdiv(num_items, BLOCK_S),)."""
     item = tl.program_id(0).to(tl.int64) * BLOCK_S + tl.arange(0, BLOCK_S)
     if row_to_token_ptr is None:
         slot, is_kept = item, item < num_items
@@ -175,10 +170,7 @@ def _load_pair(
     BLOCK_F: tl.constexpr,
 ):
     """Return gate columns and up columns [first, first + BLOCK_F) in float32. If not GATED, return the gate columns
-    twice.
-
-    Interleaved columns are loaded in memory order and separated in registers.
-    """
+    twice. Interleaved columns are loaded in memory order and separated in registers."""
     if INTERLEAVED:
         c = 2 * first + tl.arange(0, 2 * BLOCK_F)[None, :]
         pairs = tl.load(pointer + c * stride, mask=is_row & (c < 2 * F), other=0.0)

@@ -1,8 +1,5 @@
-"""Activations of the expert feed-forward, forward and backward. One kernel computes all elementwise results of the
-expert op's backward and reads each input once.
-
-`functions.py` defines each activation. This file has the ops and the launches.
-"""
+"""The ops of the activations, forward and backward, and the launches of their kernels. `functions.py` defines each
+activation. One kernel computes all elementwise results of the expert op's backward and reads each input once."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ def apply_activation(
 
 
 def settings_of(activation: Activation) -> tuple[str, float | None, float | None, bool]:
-    """Return the four values by which ops take an activation."""
+    """Return the four values that describe an activation in the signatures of ops."""
     return activation.name, activation.limit, activation.alpha, activation.interleaved
 
 
@@ -210,16 +207,16 @@ def launch_weighted_activation_backward(
 ) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
     """Return (dH, dw) of the elementwise step of the expert op's backward. Read `preactivation` and `dweighted` once.
 
-    H is the preactivation plus the bias. A = activation(H) is recomputed. dA' is `dweighted`. With a row's weight w:
-    dA = w * dA',  A_w = w * A,  dw = <dA', A>,  dH = dA * activation'(H). A_w overwrites dA' in `dweighted`. If given,
-    `destination` receives dH and A_w instead. Rows of dropped slots are not written.
+    H is the preactivation plus the bias, and A = activation(H) is recomputed. dA' is `dweighted`, and w is a row's
+    routing weight. The results are dH = w * dA' * activation'(H), dw = <dA', A> and A_w = w * A. Rows of dropped slots
+    are not written.
 
     Args:
-        row_to_token: if given and R < T * K, programs handle rows instead of slots. Default: None. Give `row_to_token`
-            if most slots may be dropped.
-        destination: receives dH and A_w. Default: None.
-        scaled: receives a second copy of dH, in e4m3 with scales. Default: None. Requires that `can_scale_gradient`
-            returns True and that `destination` is None.
+        row_to_token: if given and R < T * K, programs handle rows instead of slots. Give `row_to_token` if most slots
+            may be dropped. Default: None.
+        destination: receives dH and A_w. Default: None; A_w then overwrites dA' in `dweighted`.
+        scaled: receives a second copy of dH, in e4m3 with scales. Default: None. `can_scale_gradient` must return True.
+            If `destination` is also given, its `slot_to_row` must equal the argument `slot_to_row`.
     """
     (num_rows, d_ff), (num_tokens, top_k) = dweighted.shape, slot_to_row.shape
     num_items = num_slots = num_tokens * top_k

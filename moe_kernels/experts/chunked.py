@@ -46,15 +46,14 @@ class ExpertsInParts:
 
     In backward, call `backward_part` for each chunk, in any order. Then call `tokens_gradient` and `gradients`, in
     either order. Only `backward_part` reads the pre-activations. The caller may free the pre-activations before the
-    other two methods allocate their results.
-
-    Results are deterministic and have the same bits for any `reserved_sms`.
+    other two methods allocate their results. Results are deterministic.
 
     Args:
         parts: the permutation of each chunk's slots.
-        whole: for backward, one permutation of the slots of all chunks, in the order of the chunks. None, the default,
-            uses the permutation of the first chunk.
-        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0.
+        whole: one permutation of the slots of all chunks, in the order of the chunks. Only backward reads `whole`.
+            None, the default, means the permutation of the first chunk.
+        reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0. The number
+            does not change the bits of the results.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class ExpertsInParts:
         self._up_low: Tensor | None = None  # [R, r] of all chunks: dH times the adapter factor up_b
 
     def activate(self, part: int, tokens: Tensor) -> Activated:  # tokens [T, D]
-        """Compute the first half of a chunk's forward: the preactivation H and the activation A."""
+        """Return the first half of a chunk's forward: the preactivation H and the activation A."""
         return activate(self.experts, self.parts[part], tokens)
 
     def outputs(
@@ -84,8 +83,7 @@ class ExpertsInParts:
         topk_weights: Tensor,  # [T, K] float32 contiguous
         columns: slice = slice(None),
     ) -> Tensor:  # [T, columns]
-        """Compute the second half of a chunk's forward: all output columns, or a slice that can be sent before the
-        other columns are computed."""
+        """Return output columns of a chunk, by default all. A slice can be sent before other columns are computed."""
         rows, (weights, adapters, *_) = self.parts[part], self.experts
         b_down = None if weights.b_down is None else weights.b_down[:, columns].contiguous()
         down_b = None if adapters.down_b is None else adapters.down_b[:, columns]

@@ -48,8 +48,8 @@ def fused_experts(
 
     Forward saves `tokens`, the pre-activations [R, 2F] and the routing for backward. No gradient of frozen operands is
     computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. This function is
-    deterministic and needs no host synchronisation. It is differentiable in `tokens`, `topk_weights`, weights, biases
-    and adapters.
+    deterministic, needs no host synchronisation, and is differentiable in `tokens`, `topk_weights`, weights, biases and
+    adapters.
 
     Quantised weights are frozen, and only their stored bytes are saved for backward. If experts have at least 512 rows
     on average, weights are dequantised to the dtype of the tokens, in forward and again in backward. Each weight is
@@ -68,7 +68,7 @@ def fused_experts(
         adapters: low-rank changes of the weights, in any floating-point dtype. Adapters are rounded to the tokens'
             dtype. No tensor of the size of the weights is made. With an adapter of `w_up`, backward needs a further
             saved tensor [R, r], with the rank r rounded up to a multiple of 8.
-        weight_on_input: True multiplies an expert's input by the routing weight; False, the default, the output.
+        weight_on_input: whether the routing weight multiplies an expert's input instead of its output. Default: False.
         recompute: "up" does not save the pre-activations, and backward recomputes the same bits. None, the default,
             saves the pre-activations. The reference ignores this setting.
         reserved_sms: number of SMs that persistent GEMMs leave to concurrent communication, by default 0. The number
@@ -130,7 +130,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Tracers need the op: see `reference_op.py`. So do quantised weights, as autograd would save dequantised ones.
+        # Tracers and quantised weights need the op: see `reference_op.py`.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -176,7 +176,7 @@ class RoutedExperts(NamedTuple):
 
     @property
     def topk_experts(self) -> Tensor:  # [T, K] int32
-        """Return the chosen experts. If `buffer` holds them, they are copied, so that `buffer` can be freed."""
+        """Return the chosen experts. If `buffer` holds the experts, return a copy, so that `buffer` can be freed."""
         if self.operands.topk_experts is not None:
             return self.operands.topk_experts
         return self.operands.slots_in(self.buffer).choice(self.out.shape[0])[1].clone()
@@ -193,12 +193,9 @@ def compute_routed(
     weights: ExpertWeights,
     **settings: Any,
 ) -> RoutedExperts:
-    """Route by `linear_routing`, sort the slots and compute `fused_experts` with the Triton kernels.
-
-    The weights must contain every expert that the router can choose. One op does all steps, except under
-    `torch.compile`. Compiled code routes by a separate op, so that checkpointing can keep the chosen experts: see
-    `save_routing`.
-    """
+    """Route by `linear_routing`, sort the slots and compute `fused_experts` with the Triton kernels. The weights must
+    contain every expert that the router can choose. One op does all steps, except under `torch.compile`. Compiled code
+    routes by a separate op, so that checkpointing can keep the chosen experts: see `save_routing`."""
     _check_formats(weights)
     if torch.compiler.is_dynamo_compiling():
         topk_weights, topk_experts, _ = linear_routing_op(tokens, router)
@@ -221,10 +218,8 @@ def make_operands(
     precision: str | None = None,
     **others: Any,
 ) -> ExpertOperands:
-    """Pack the operands of `fused_experts_op`. Check only the settings and the adapters.
-
-    Args:
-        others: further fields of `ExpertOperands`.
+    """Return the operands of `fused_experts_op`. Check only the settings and the adapters. `others` are further fields
+    of `ExpertOperands`.
 
     Raises:
         ValueError, NotImplementedError: a setting or an adapter is invalid; `fused_experts` lists the cases.

@@ -10,13 +10,13 @@ Backward, with w the routing weight of a row:
     dw_down = gather(dout)^T @ A_w          dX = dH @ w_up                   dw_up = dH^T @ gather(tokens)
     dtokens = sum of a token's rows of dX
 
-The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, and every reader of
-H adds b_up. Rounding H + b_up moves a value across a clamp's limit more often than rounding H. b_down is added before Y
-is rounded or, if the fastest kernel cannot add b_down, to the rounded Y. Biases add these terms and gradients:
+The identity for dw is from SonicMoE (https://arxiv.org/abs/2512.14080). H is stored without b_up, because rounding
+H + b_up moves a value across a clamp's limit more often than rounding H. Every reader of H adds b_up. If the fastest
+kernel can add b_down, Y is rounded after the addition, otherwise before. Biases add these terms and gradients:
 
     dw += <dout, b_down>                    db_down = sum of w * dout        db_up = sum of dH
 
-With `weight_on_input`, H = gather(w * tokens) @ w_up^T. The sum over Y is unweighted. Backward computes
+With `weight_on_input`, H = gather(w * tokens) @ w_up^T. The sum over Y is unweighted, and backward computes
 
     dA  = dA'          A_w = A              dw = <dX, tokens>                dtokens = sum of w * dX
 
@@ -43,26 +43,25 @@ reduction. The adapters' scale is multiplied into up_b and down_b. With G = gath
     ddown_b = G^T @ (A_w @ down_a^T)                ddown_a = (G @ down_b)^T @ A_w
     dup_b = dH^T @ (X @ up_a^T)                     dup_a = (dH @ up_b)^T @ X
 
-Forward saves X @ up_a^T [R, r].
-
-Quantised weights are frozen. With many rows, a dequantised copy is a further live tensor of each GEMM that reads a
-weight: w_up in forward, w_down in forward and for the hidden gradients, w_up for dtokens.
+Forward saves X @ up_a^T [R, r]. Quantised weights are frozen. With many rows, each GEMM that reads a weight has a
+further live tensor, a dequantised copy: of w_up in forward and for dtokens, of w_down in forward and for the hidden
+gradients.
 
 dw_up, the largest gradient, is allocated last, when the fewest other tensors are live. dw_down is computed first, so
-that A_w and the copy gather(dout) can be freed. A_w and this copy together are larger than dw_down, unless there are
-few rows per expert. H is freed after the first op if autograd does not retain the graph. With recompute="up" dH
-overwrites H.
+that A_w and the copy gather(dout) can be freed. Except with few rows per expert, A_w and this copy together are larger
+than dw_down. H is freed after the first op if autograd does not retain the graph. With recompute="up", dH overwrites H.
 
-With precision "fp8" the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for each
-128 columns, and weights have a scale for each 128 x 128 block. Sums are float32. The operands are quantised as follows:
+With precision "fp8", the products of forward and of the gradients of rows have e4m3 operands. Rows have a scale for
+each 128 columns, and weights have a scale for each 128 x 128 block. Sums are float32. The table says when each operand
+is quantised:
 
-    tokens, dout    once per token, before GEMMs gather their rows
-    A               where the activation is computed from H; forward makes A only in e4m3
-    dH              where backward computes it, in addition to dH in the dtype of the tokens, which dw_up reads
-    weights         by the caller (`ScaledForms`), or here, right before each product
+    tokens, dout    once per token, before GEMMs gather the rows
+    A               when the activation is computed from H; forward makes A only in e4m3
+    dH              when backward computes dH; dw_up reads a second dH in the dtype of the tokens
+    weights         before the op, by the caller (`ScaledForms`), or inside the op, right before each product
 
 dw_up and dw_down are products of the same tensors as without FP8, in the dtype of the tokens. `ScaledForms` from the
-caller are also saved for backward. With "fp8_saved" H is saved in e4m3 with scales, in a bit more than half the bytes
+caller are also saved for backward. With "fp8_saved", H is saved in e4m3 with scales, in a bit more than half the bytes
 of 16-bit numbers. Backward dequantises H and overwrites the result with dH.
 """
 
@@ -126,8 +125,8 @@ def fused_experts_op(operands: ExpertOperands) -> _Outputs:
 
 
 def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, Tensor | None]:
-    """Choose experts and sort the slots, unless the caller has done so. Also return the field `buffer` of
-    `_Outputs`."""
+    """Choose experts if there is a router, then sort the slots. If the caller has sorted the slots, change nothing.
+    Return the operands and the field `buffer` of `_Outputs`."""
     if operands.rows is not None:
         return operands, None
     _check_chosen(operands)
@@ -176,9 +175,9 @@ def _(operands):
 def _setup(ctx: Any, call: Call, output: _Outputs) -> None:
     ctx.set_materialize_grads(False)
     operands: ExpertOperands = call.args[0]
-    # Refer to the weights here, because tensors that autograd saves and returns may lack the attribute `main_grad`.
+    # Keep the weights in `ctx`, because saved tensors that autograd returns may lack the attribute `main_grad`.
     ctx.weights = operands.experts.weights if operands.adds_to_main_grad else None
-    # Backward does not read the selection bias. A saved bias that changes in place would make backward raise.
+    # Do not save the selection bias: backward does not read it, and would raise if a saved bias changed in place.
     if "selection_bias" in ctx.names:
         kept = [None if name == "selection_bias" else t for name, t in zip(ctx.names, call.tensors, strict=True)]
         call = call._replace(tensors=tuple(kept))
@@ -189,8 +188,8 @@ _gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the gradients. The launches of all ops are replayed as one list, unless a dispatch mode or profiler
-    observes the ops."""
+    """Return the gradients by operand name. The launches of all ops are replayed as one list, unless a dispatch mode or
+    profiler observes the ops."""
     if dout is None:
         return {}
     main_grads = {} if ctx.weights is None else _main_grads(ctx)
@@ -231,7 +230,7 @@ def read_by_backward(
     low: Tensor | None,
     buffer: Tensor | None,
 ) -> SavedForBackward:
-    """Collect the operands and results of forward that backward reads: see `_Outputs`."""
+    """Return the operands and results of forward that backward reads. `_Outputs` describes the results."""
     if buffer is not None:
         sorted_slots = operands.slots_in(buffer)
         operands = operands._replace(sorted_slots=sorted_slots)
@@ -247,10 +246,10 @@ def compute_gradients(
     needed: set[str],  # names of operands that need a gradient
     main_grads: dict[str, Tensor],  # name of a weight -> its `main_grad`
 ) -> dict[str, Tensor | None]:
-    """Run the ops of backward. Each tensor is dropped after its last use: see the table in the module's docstring."""
+    """Return the gradients by operand name. Drop each tensor after its last use: see the table of live tensors."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # under a tracer each op slices the rows, because Inductor would compile a slice made here twice
+    if not is_traced:  # a traced op slices the buffer itself: Inductor would compile a slice made here a second time
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})

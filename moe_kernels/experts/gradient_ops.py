@@ -1,9 +1,6 @@
-"""The ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas.
-
-Backward has three ops, so that tensors can be freed between two ops, after their last use. With `adds_to_main_grad`, an
-op adds a weight's gradient to `main_grad`. The ops' schemas do not declare this mutation, because `fused.py` raises an
-error if `adds_to_main_grad` is used under a tracer.
-"""
+"""The three ops that compute the gradients of the expert feed-forward. `fused_op.py` derives the formulas, and says why
+backward is several ops. With `adds_to_main_grad`, an op adds a weight's gradient to `main_grad`. The ops' schemas do
+not declare this mutation, because `fused.py` raises an error if `adds_to_main_grad` is used under a tracer."""
 
 from __future__ import annotations
 
@@ -58,9 +55,9 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Compute dH, A_w and the routing weights' gradient. `drows` is the copy of dout's rows, or None if GEMMs gather
-    these rows instead. A tracer cannot know which of the two happens. With `is_traced`, `drows` is therefore always a
-    tensor if w_down needs a gradient, and uninitialised if GEMMs gather."""
+    """Return dH, A_w and the routing weights' gradient. A tracer cannot know whether GEMMs read a copy of dout's rows,
+    `drows`, or gather the rows. With `is_traced`, `drows` is therefore always a tensor if w_down needs a gradient. This
+    tensor is uninitialised if GEMMs gather."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
@@ -163,7 +160,7 @@ def _empty_factors(like: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 class UpGradients(NamedTuple):
     dtokens: Tensor | None
-    dtopk_weights: Tensor | None  # [T, K]; None unless routing weights multiply the input
+    dtopk_weights: Tensor | None  # [T, K] with weight_on_input, else None
     db_up: Tensor | None
     dup_a: Tensor | None
     dup_b: Tensor | None  # [E, r, 2F or F]: transposed gradient of up_b [E, 2F or F, r]

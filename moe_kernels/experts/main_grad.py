@@ -15,7 +15,7 @@ def is_accumulated(name: str, node: Any) -> bool:
     """Return whether the running backward executes the node that accumulates a weight's gradient.
 
     Raises:
-        ValueError: the backward is a `torch.autograd.grad` that returns this gradient instead of accumulating it.
+        ValueError: `torch.autograd.grad` runs the backward and returns this gradient instead of accumulating it.
     """
     try:
         return will_run(node)
@@ -49,8 +49,9 @@ def main_grad_of(name: str, weight: Any) -> Tensor:
 def mark_added(weight: Any) -> Tensor | None:
     """Return the gradient that autograd gets for a weight, after the true gradient was added to `main_grad`.
 
-    The gradient is None, except under Megatron's DistributedDataParallel, which sets `grad_added_to_main_grad` on its
-    parameters. Megatron's hooks need a tensor but ignore its values.
+    The gradient is None, except under Megatron's DistributedDataParallel, whose parameters have the attribute
+    `grad_added_to_main_grad`. Set this attribute to True. Megatron's hooks need a tensor: zeros if the weight sets
+    `zero_out_wgrad`, else any values.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

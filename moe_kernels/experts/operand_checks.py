@@ -18,7 +18,7 @@ from ..types import Weight
 def check_operands(
     tokens: Tensor,
     topk_weights: Tensor | None,
-    slots: Tensor | None,  # [T, K]
+    slots: Tensor | None,  # [T, K]: `slot_to_row` if `offsets` is given, else `topk_experts`
     offsets: Tensor | None,  # [E]
     w_up: Weight,
     w_down: Weight,
@@ -26,11 +26,7 @@ def check_operands(
     b_down: Tensor | None,
     activation: str,
 ) -> None:
-    """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. None means an absent operand.
-
-    Args:
-        slots: `slot_to_row` if `offsets` is given, else `topk_experts`.
-    """
+    """Raise ValueError unless shapes, dtypes and devices of the operands fit each other. Absent operands are None."""
     gated = is_gated(activation)
     width = "2F" if gated else "F"
     given = {

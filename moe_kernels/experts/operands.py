@@ -14,11 +14,9 @@ from .steps import Experts
 
 
 class ExpertOperands(NamedTuple):
-    """Operands of the op's forward and backward. Operands that a call does not use are None.
-
-    Forward gets one of three operands: `rows` from the caller, `topk_experts` to sort, or a `router` that chooses the
-    experts. Backward gets `topk_weights`, and `rows` or `sorted_slots`.
-    """
+    """Operands of the op's forward and backward. Operands that a call does not use are None. Forward gets one of three
+    operands: `rows` from the caller, `topk_experts` to sort, or a `router` that chooses the experts. Backward gets
+    `topk_weights`, and `rows` or `sorted_slots`."""
 
     tokens: Tensor  # [T, D]
     experts: Experts
@@ -30,7 +28,7 @@ class ExpertOperands(NamedTuple):
     batch_invariant: bool = False
     recompute: bool = False  # compute the pre-activations again in backward
     precision: str | None = None
-    forms: ScaledForms | None = None  # e4m3 weights; None: the op quantises them if `precision` is set
+    forms: ScaledForms | None = None  # e4m3 weights; None: the op quantises the weights if `precision` is set
     adds_to_main_grad: bool = False  # add the gradients of weights to `main_grad`
 
     @property
@@ -55,7 +53,7 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return the experts for forward and the gradients of rows. If `precision` is set, the weights are e4m3."""
+        """Return the experts that forward and the gradients of rows read. With a `precision`, the weights are e4m3."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:

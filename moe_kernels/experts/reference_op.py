@@ -1,11 +1,10 @@
-"""The reference of `fused_experts` as one registered op, for tracers.
+"""The reference of `fused_experts` as one registered op, for tracers and quantised weights. In all other cases, the
+reference runs without the op, and autograd differentiates the reference.
 
 The reference cuts rows into groups, and the sizes of the groups are values of a tensor. Traced, fake and meta tensors
-have no values. The op supports such tensors, because the shapes of its results do not depend on values. The op runs the
-reference. Its backward runs the reference again and differentiates it. Without a tracer, the reference runs without the
-op, and autograd differentiates it. Quantised weights always use the op, because autograd would save the dequantised
-weights.
-"""
+have no values. The op supports such tensors, because the shapes of its results do not depend on values. Quantised
+weights use the op, because autograd would save the dequantised weights. The op's backward runs the reference again and
+differentiates this run."""
 
 from __future__ import annotations
 

@@ -68,8 +68,7 @@ class Rows(NamedTuple):
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
     ) -> Matrices:  # [E, out, in]; [E, in, out] if transposed
-        """Return the weight as the second operand of a GEMM. A quantised weight is dequantised, unless there are so
-        few rows that the GEMMs decode the weight (`decodes`)."""
+        """Return the weight as a GEMM's second operand. A quantised weight is dequantised if `decodes` is False."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):
@@ -100,10 +99,8 @@ class Rows(NamedTuple):
         extra: tuple[Tensor, Tensor] | None = None,  # [R, r] and [E, r, N]
         out: Tensor | None = None,  # [R, N]; ignored if the matrices are in e4m3
     ) -> Tensor:  # [R, N]
-        """Multiply each row by its expert's matrix and add the bias. With `gather`, `a` has a row per token.
-
-        The product of the `extra` tensors is added before rounding. If only the matrices are in e4m3, `a` is quantised.
-        """
+        """Return each row times its expert's matrix, plus the bias. With `gather`, `a` has a row per token. The product
+        of the `extra` tensors is added before rounding. If only the matrices are in e4m3, `a` is quantised."""
         if isinstance(b, ScaledMatrices):
             return self._scaled_gemm(a, b, bias, gather)
         assert isinstance(a, Tensor)
@@ -180,17 +177,15 @@ class Rows(NamedTuple):
         overwrite: bool,
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return dH, A_w [R, F] and the gradient of the routing weights [T, K], computed by one GEMM. A_w is the
-        activation times each row's routing weight.
-
-        Return None if there is no fused kernel or if separate kernels are faster. With `overwrite`, dH overwrites H.
-        """
+        activation times each row's routing weight. With `overwrite`, dH overwrites H. Return None if there is no fused
+        kernel or if separate kernels are faster."""
         fusible = activation.gated and activation.published and not activation.interleaved
         if not fusible or not isinstance(b, Tensor) or self.assumed_rows is not None:
             return None
         num_rows, d_ff = preactivation.shape[0], b.shape[2]
         if not is_worth_fusing(b, num_rows):
             return None
-        # Check that a kernel exists before allocating the results. Expanded tensors of one row replace results here.
+        # Look for a kernel before allocating the results. Expanded tensors of one row stand for the results here.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
         row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(

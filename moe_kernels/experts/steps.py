@@ -1,8 +1,6 @@
-"""The steps of the expert feed-forward and of its backward on the rows of one chunk of tokens.
-
-`fused_experts` runs these steps on one chunk. `ExpertsInParts` runs the forward and the first step of backward chunk by
-chunk. `fused_op.py` derives the formulas. Each function allocates its results and frees everything else it allocates.
-"""
+"""The steps of the expert feed-forward and of its backward on the rows of one chunk of tokens. `fused_op.py` derives
+the formulas. In `fused_experts`, one chunk holds all tokens. `ExpertsInParts` runs the forward and the first step of
+backward chunk by chunk. Each function allocates its results and frees everything else that the function allocates."""
 
 from __future__ import annotations
 
@@ -25,8 +23,8 @@ _activation = functools.cache(Activation)
 
 
 class Adapters(NamedTuple):
-    """`ExpertAdapters` converted for the kernels: in the weights' dtype, one adapter per expert, and ranks zero-padded
-    to multiples of 8. The scale is multiplied into `up_b` and `down_b`."""
+    """`ExpertAdapters` converted for the kernels. Every expert has its own factors, in the weights' dtype. Ranks are
+    zero-padded to multiples of 8. The scale is multiplied into `up_b` and `down_b`."""
 
     up_a: Tensor | None = None  # [E, r, D]
     up_b: Tensor | None = None  # [E, 2F or F, r]
@@ -112,7 +110,7 @@ class Experts(NamedTuple):
 class Activated(NamedTuple):
     preactivation: Tensor  # H [R, 2F or F], for backward
     activated: Tensor | ScaledRows  # A [R, F]; in e4m3 if the weights are in e4m3
-    low: Tensor | None  # X @ up_a^T [R, r], for backward; None without adapters
+    low: Tensor | None  # gather(tokens) @ up_a^T [R, r], for backward; None without an adapter of w_up
 
 
 def activate(
@@ -149,7 +147,7 @@ class HiddenGradients(NamedTuple):
     """Tensors from which backward computes the gradients of tokens and weights, without reading H again."""
 
     dpreactivation: Tensor  # dH [R, 2F or F]
-    weighted: Tensor  # A_w [R, F]: A times each row's routing weight; equal to A with weight_on_input
+    weighted: Tensor  # A_w [R, F]: A times routing weights, or A with weight_on_input; dA' if a `Destination` gets A_w
     dtopk_weights: Tensor  # [T, K] float32; invalid with weight_on_input: use the gradient in `UpGradients`
     drows: Tensor | None  # [R, D]: dout copied to rows; None if GEMMs gather dout, or if w_down needs no gradient
     down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
@@ -170,14 +168,11 @@ def hidden_gradients(
     needs_topk_weights: bool = True,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> HiddenGradients:
-    """Return dH, A_w and the gradient of the routing weights.
-
-    With `overwrite`, dH overwrites H, so H must not be a saved tensor. With a destination, dH and A_w are written to
-    its tensors. If `scaled` is given, dH is also written to `scaled` in e4m3. This second copy requires
-    `can_scale_gradient`.
-    """
+    """Return dH, A_w and the gradient of the routing weights. With `overwrite`, dH overwrites H, so H must not be a
+    saved tensor. With a `destination`, dH and A_w are written to its tensors. If `scaled` is given, dH is also written
+    to `scaled` in e4m3. This second copy requires `can_scale_gradient`."""
     b_down, (_, up_b, down_a, down_b) = experts.weights.b_down, experts.adapters
-    of_other_rows = destination is not None  # a destination has its own row order, which differs from that of `rows`
+    of_other_rows = destination is not None  # dH then lacks the row order of `rows`, so `rows.gemm` cannot read dH
     drows = copy_dout(experts, rows, dout)
     down_low = None if down_b is None else rows.gemm(dout.contiguous(), down_b, gather=True)
     extra = None if down_low is None or down_a is None else (down_low, down_a)
@@ -213,11 +208,9 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """Return dH, A_w (the weighted activation) and dtopk_weights, from A_w's gradient dA' = given @ w_down.
-
-    One fused GEMM computes all results if there is one. Otherwise a GEMM writes dA', and a second kernel computes the
-    results. The second kernel writes dH and A_w to `destination`. Without a destination, A_w overwrites dA'.
-    """
+    """Return dH, A_w and dtopk_weights, from dA' = given @ w_down, the gradient of A_w. If a fused kernel is faster,
+    one GEMM computes all results. Otherwise a GEMM writes dA', a second kernel computes the results, and A_w overwrites
+    dA'. With a `destination`, dH and A_w are written to `destination` instead, and dA' is returned in place of A_w."""
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]
     if b_up is None and extra is None and destination is None and scaled is None:
@@ -244,8 +237,8 @@ def _differentiate(
 
 
 def copies_dout(experts: Experts, rows: Rows, dout: Tensor) -> bool:
-    """Return whether `dout` is copied to rows. Otherwise GEMMs gather its rows. Return True for traced tensors, for
-    which no kernel is selected."""
+    """Return True if `dout` is copied to rows, and False if GEMMs gather the rows of `dout`. Traced tensors give True,
+    because no kernel is selected for them."""
     return type(dout) is not Tensor or rows.choose_copies(dout, experts.weights).dout
 
 
@@ -306,11 +299,9 @@ def up_adapter_gradients(
     up_low: Tensor,  # dH @ up_b [R, r]
     topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
-    """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH.
-
-    Memory bandwidth bounds these narrow products. Without `weight_on_input` the GEMMs gather, because tokens [T, D] fit
-    the L2 cache better than rows [R, D].
-    """
+    """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH. Memory bandwidth bounds these narrow
+    products. Without `weight_on_input`, the GEMMs gather, because tokens [T, D] fit the L2 cache better than rows
+    [R, D]."""
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
     else:

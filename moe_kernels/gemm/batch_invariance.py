@@ -1,10 +1,11 @@
-"""Helpers of the ops with `batch_invariant=True`: a token's result does not depend on the other tokens, bit for bit.
+"""Helpers for ops with `batch_invariant=True`: bit for bit, a token's result does not depend on the other tokens.
 
 The batch can influence a token's result in three ways:
 
 * The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. These ops therefore
-  always choose kernels for `ASSUMED_ROWS` rows per group. The package's own kernels compute a token's result, because
-  libraries such as cuBLAS choose theirs by the actual number of rows. Within a kernel, all tiles sum in the same order.
+  always choose the kernel for `ASSUMED_ROWS` rows per group. Only this package's kernels compute a token's result,
+  because libraries such as cuBLAS choose a kernel by the actual number of rows. Within a kernel, all tiles sum in the
+  same order.
 * The address and strides of the tokens also decide between kernels. `canonical_layout` therefore makes the layout
   independent of the batch.
 * On a CPU, PyTorch's summation order depends on the shape of a product. PyTorch also computes the ends of a tensor with
@@ -62,7 +63,7 @@ def invariant_linear(
 
 
 def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Apply `op` to each token alone and join the results. Axis 0 of every tensor is the token axis."""
+    """Apply `op` to each token alone and return the joined results. Axis 0 of every tensor is the token axis."""
     if not len(tensors[0]):
         return tuple(op(*tensors))
     results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]

@@ -71,7 +71,7 @@ class GemmOperands:
 
 @dataclass(frozen=True)
 class WgradOperands:
-    """Requirements on the operands of out[g] = A[start:end].T @ dout[start:end]."""
+    """Requirements on the operands of out[g] = A[start:end].T @ dout[start:end] for every group g of rows start:end."""
 
     A: Operand
     dout: Operand
@@ -88,7 +88,7 @@ class Design:
     gather: bool = False  # whether the kernel gathers the rows of an operand by an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # number of row tiles computed per column tile before the next column tile, for reuse in L2
+    group_tiles: int = 8  # number of row tiles computed for a column tile before the next one, to reuse data in L2
     programs_per_sm: int = 1  # maximum number of programs per SM, in kernels for lists of products
 
     def blocks(self, axes: str) -> dict[str, int]:
@@ -96,8 +96,7 @@ class Design:
         return {f"BLOCK_{axis}": size for axis, size in zip(axes, self.tile_shape, strict=False)}
 
     def tile_options(self, axes: str = "MNK", *, grouped: bool = True) -> dict[str, int]:
-        """Return the compile-time options of a kernel. With `grouped`, the options include GROUP_TILES, the number of
-        row tiles computed for one column tile."""
+        """Return the compile-time options: tile sizes, num_warps, num_stages and, if `grouped`, GROUP_TILES."""
         options = {"GROUP_TILES": self.group_tiles} if grouped else {}
         return {**options, **self.blocks(axes), "num_warps": self.num_warps, "num_stages": self.num_stages}
 
@@ -116,7 +115,7 @@ class TmaDesign(Design):
 
 @dataclass(frozen=True)
 class WarpSpecializedDesign(Design):
-    """One warpgroup loads operands into `num_stages` buffers. Two warpgroups multiply them and store the result."""
+    """One warpgroup loads operands into `num_stages` buffers. Two warpgroups multiply and store the result."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class Kernel(abc.ABC):
 
     @functools.cache  # noqa: B019  # no leak, because the catalog never frees a kernel
     def with_epilogue(self, activation: str) -> Kernel:
-        """Return this kernel with another of its `epilogues`. This kernel must have an epilogue.
+        """Return a copy of this kernel with another of its `epilogues`. This kernel must have an epilogue.
 
         The catalog lists one activation per kernel, because the fastest kernel does not depend on the activation.
         """
@@ -205,8 +204,8 @@ class Kernel(abc.ABC):
         """Launch the kernel.
 
         Args:
-            compiled_artifact: result of `compile` for arguments with the same static properties. With an artifact, the
-                launch skips the inspection of its arguments. Default: None.
+            compiled_artifact: result of `compile` for arguments with the same static properties. With an artifact,
+                `run` skips Triton's inspection of the arguments. Default: None.
             stream: the stream to launch on. None, the default, uses the current stream.
             workspace: at least `get_workspace_size(args)` bytes, contiguous and aligned to 128 bytes. Tensors that
                 PyTorch allocates on a GPU have this alignment. Keep the workspace until the kernel has run. None, the
@@ -214,8 +213,8 @@ class Kernel(abc.ABC):
             assume_supported_args: whether to skip the checks of the arguments, artifact and workspace. Default: False.
 
         Raises:
-            ValueError: the arguments are not supported (the message holds the status' error), or the artifact or
-                workspace does not fit the arguments.
+            ValueError: the arguments are not supported (the message says why), or the artifact or workspace does not
+                fit the arguments.
         """
         if not assume_supported_args:
             self._require(args)
@@ -223,7 +222,7 @@ class Kernel(abc.ABC):
             on_device_of(args.A, self._run, args, compiled_artifact, workspace, assume_supported_args)
 
     def compile(self, args: Arguments, *, assume_supported_args: bool = False) -> CompiledArtifact:
-        """Compile without a launch, for all arguments with the same static properties.
+        """Return the kernel compiled for all arguments with the same static properties. Launch nothing.
 
         The target is the device of `args`, or Triton's current target if the tensors are not on a GPU. For a list
         of problems without a table, this call makes the table.
@@ -263,12 +262,9 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
-        """Return an estimated cost, to compare kernels that support the same arguments. The cost's unit depends on the
-        class of the arguments.
-
-        The cost covers multiplying the padded tiles, or reading the operands if reading takes longer. `rule.best_first`
-        divides this cost by the speed of the design.
-        """
+        """Return an estimated cost, to compare kernels that support the same arguments. The unit depends on the class
+        of the arguments. The cost is that of multiplying the padded tiles, or of reading the operands if reading takes
+        longer. `rule.best_first` divides the cost by the speed of the design."""
 
     def launch(self, args: Arguments) -> Launch | None:
         """Return the launch for these arguments, or None if there is nothing to write."""

@@ -29,12 +29,7 @@ class Table(NamedTuple):
 
 
 def user_folder(setting: str | None, cache_home: str | None) -> Path | None:
-    """Return the folder of the tables, or None if they are disabled.
-
-    Args:
-        setting: the value of MOE_KERNELS_TUNING.
-        cache_home: the value of XDG_CACHE_HOME.
-    """
+    """Return the folder of the tables for these values of MOE_KERNELS_TUNING and XDG_CACHE_HOME. "off" gives None."""
     if setting == "off":
         return None
     if setting:
@@ -62,11 +57,7 @@ def table_of(gpu: str) -> Table:
 
 
 def read(path: Path) -> Table:
-    """Read a table file.
-
-    Raises:
-        ValueError: the file holds no table.
-    """
+    """Return the table in a file. Raise ValueError if the file holds no table."""
     try:
         return Table(**json.loads(path.read_text())["table"])
     except (json.JSONDecodeError, KeyError, TypeError) as error:
@@ -74,11 +65,8 @@ def read(path: Path) -> Table:
 
 
 def write(path: Path, table: Table, **fields: str) -> None:
-    """Write a table file. The file is replaced in one step, so that other processes read the old or the new table.
-
-    Args:
-        fields: further fields of the file, such as versions.
-    """
+    """Write a table and further `fields`, such as versions, to a file. The file is replaced in one step, so that other
+    processes read the old or the new table."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = {name: value for name, value in table._asdict().items() if value is not None}
     unfinished = path.with_suffix(f".{os.getpid()}.tmp")

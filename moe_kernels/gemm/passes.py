@@ -83,8 +83,7 @@ def launch_row_scale_backward(
     dtype: torch.dtype,
     offsets: Tensor,  # [G]
 ) -> tuple[Tensor, Tensor | None]:  # drows [R, N] in `dtype`, drow_scale [R] float32
-    """Return the gradients of the two factors `rows` and `row_scale` of the product `row_scale[:, None] * rows`. Both
-    gradients are zero in rows past the last offset."""
+    """Return the gradients of both factors of `row_scale[:, None] * rows`. Rows past the last offset get zeros."""
     num_rows, num_columns = dout.shape
     drows = dout.new_empty(dout.shape, dtype=dtype)
     drow_scale = None if rows is None else row_scale.new_empty(num_rows)
@@ -134,7 +133,7 @@ def _row_scale_backward_kernel(
     ends = tl.load(offsets_ptr + group * offsets_stride, mask=group < G, other=0)
     inside = row < tl.minimum(tl.max(ends, 0), R)
     scale = tl.load(row_scale_ptr + row * row_scale_strides[0], mask=inside, other=0.0)[:, None]
-    products = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)  # [BLOCK_R, BLOCK_N]
+    products = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
     for first in range(0, N, BLOCK_N):
         column = first + tl.arange(0, BLOCK_N).to(tl.int64)
         mask = inside[:, None] & (column < N)[None, :]

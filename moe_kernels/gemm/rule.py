@@ -22,7 +22,7 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     return sorted(kernels, key=rank)
 
 
-# Numbers of multiplications per element read at which a kernel has half its full speed. `_half_speed` chooses one.
+# The possible results of `_half_speed`, in multiplications per element read.
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
@@ -32,12 +32,12 @@ _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is 
 
 
 def _half_speed(args: Arguments) -> int:
-    """Return the number of multiplications per element read at which a kernel has half its full speed, on an H100.
+    """Return the multiplications per element read at which a kernel on an H100 has half its full speed.
 
     A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece spans two
-    lines, and loads limit the GEMM's speed. In this case, tiles of 128x256 are 1.19 to 1.35 times as fast as tiles of
-    128x128. With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128, unless the kernel
-    computes the last column tile at half width.
+    lines, and loads limit the GEMM's speed. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128.
+    With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128. Kernels that compute the last
+    column tile at half width are an exception.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED
@@ -73,7 +73,7 @@ def _speed(design: Design, half_speed: int, drifts: bool) -> float:
     if isinstance(design, StreamingDesign):
         return 1.0  # a streaming kernel's estimated cost already includes reading
     rows, columns, _ = design.tile_shape
-    reuse = rows * columns / (rows + columns)  # number of multiplications per element read
+    reuse = rows * columns / (rows + columns)  # multiplications per element read
     if isinstance(design, WarpSpecializedDesign):
         kind = _DRIFTING if drifts else 1.0
     else:

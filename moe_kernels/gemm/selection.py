@@ -1,7 +1,6 @@
 """Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
 
-`planning` lists the kernels that an op selects on this GPU or on another GPU. Tools call `planning` to show an op's
-GEMMs.
+`planning` lists the GEMMs of an op and the kernels that the op selects on this GPU or on another GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Copies(NamedTuple):
     """One flag per gather of the expert op: True if a separate copy gathers the rows, False if the GEMM does."""
 
     tokens_forward: bool  # gather of tokens for the GEMM with w_up
-    dout: bool  # gather of dout; one copy serves the two GEMMs for the gradients of down's input and w_down
+    dout: bool  # gather of dout; one copy serves both GEMMs that read dout, for the gradients of w_down and its input
     tokens_backward: bool  # gather of tokens for the GEMM that computes the gradient of w_up
 
 
@@ -50,7 +49,7 @@ _copies: dict[tuple[Any, ...], Copies] = {}
 class Target(NamedTuple):
     """A GPU that kernels are selected for. This machine need not have the GPU."""
 
-    cc: int
+    cc: int  # compute capability, such as 90 for 9.0
     gpu: str | None  # name of the GPU model, as in the name of its table file; None if unknown
     table: Table
 
@@ -79,14 +78,14 @@ _planner = _Planner()
 def planning(
     target: Target | None = None, *, copies: Copies | None = None, fuses: bool = True
 ) -> Iterator[list[Choice]]:
-    """Yield a list to which this thread's GEMMs are appended in order.
+    """Yield a list to which each GEMM of this thread appends its `Choice`.
 
     Inside the context, ops bypass autograd and do not replay recorded launches.
 
     Args:
         target: a GPU to select kernels for. With a target, nothing is launched, so operands may be meta tensors. None,
             the default, selects for the operands' GPU and launches.
-        copies: the result of `choose_copies` inside the context. None, the default: `choose_copies` decides.
+        copies: result that `choose_copies` returns inside the context. None, the default, returns its usual result.
         fuses: whether a GEMM may have an activation in its epilogue. Default: True.
     """
     plan = _planner.plan = _Plan(target, copies, fuses)
@@ -195,7 +194,7 @@ def _launch_selected(args: Arguments) -> Kernel | None:
     return kernel
 
 
-# MOE_VERIFY=n checks the result of every n-th launch. Kernels are selected as usual, but records are not
+# MOE_VERIFY=n checks the result of every n-th launch. Kernels are selected as usual, but recorded launches are not
 # replayed (see `runtime/replay.py`).
 VERIFY = verify_interval(os.environ.get("MOE_VERIFY"))
 if VERIFY is not None:
@@ -226,7 +225,7 @@ def _by_epilogue(args: Arguments) -> Kernel | None:
 
 
 def listed(args: Arguments) -> Arguments:
-    """Replace the activation by the one that the kernel catalog lists: "relu" if plain, "swiglu" if gated."""
+    """Return `args` with the activation that the kernel catalog lists: "relu" for a plain, "swiglu" for a gated one."""
     return args if args.epilogue is None else dataclasses.replace(args, epilogue=listed_epilogue(args.epilogue))
 
 
@@ -236,8 +235,7 @@ def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
-    """Return a copy of the kernel with its epilogue replaced by this one. If the kernel has no epilogue or cannot apply
-    this one, return the unchanged kernel."""
+    """Return the kernel with this epilogue, or the unchanged kernel if it has none or cannot apply this epilogue."""
     if epilogue is None or epilogue not in kernel.epilogues or kernel.metadata.epilogue in (None, epilogue):
         return kernel
     return kernel.with_epilogue(epilogue)
@@ -277,14 +275,16 @@ def measured_best(args: Arguments) -> str | None:
 
 
 def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None) -> Copies:
-    """Choose which gathers of the expert op run as separate copies: by the table, or without an entry by a rule.
+    """Return which gathers of the expert op run as separate copies. The table of measurements decides. If the table has
+    no entry, or if w_up's GEMM is not warp-specialised, a rule decides.
 
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
+
     The copy of tokens in backward raises peak memory, because the copy exists together with the largest gradient. The
-    rule makes this copy only if, in addition, the result of w_up's GEMM has at least 2560 columns. The result has
-    2 * d_ff columns with a gated activation but d_ff columns with a plain one, so a plain activation needs twice the
-    d_ff. In forward, only a GEMM that reads copied rows can apply a plain activation in its epilogue.
+    rule therefore makes this copy only if the result of w_up's GEMM also has at least 2560 columns. The result has
+    2 * d_ff columns with a gated activation, or d_ff with a plain one. In forward, only a GEMM that reads copied rows
+    can apply a plain activation in its epilogue.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.
@@ -307,8 +307,7 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
 def copies_for(
     entry: list[bool] | None, tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assumed_rows: int | None = None
 ) -> Copies:
-    """Return which gathers run as separate copies. `entry` is the choice in the table of measurements. If `entry` is
-    given and w_up's GEMM is warp-specialised, return this choice. Otherwise apply the rule in `choose_copies`."""
+    """Return the result of `decide_copies` for the kernel that w_up's GEMM would use on copied rows."""
     num_experts, num_columns, d_model = w_up.shape
     # Expanded tensors have the shape of the rows without allocating their memory.
     rows, out = (tokens.new_empty(1, columns).expand(num_rows, columns) for columns in (d_model, num_columns))
@@ -321,7 +320,7 @@ def copies_for(
 
 
 def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bool] | None) -> Copies:
-    """Choose which gathers run as separate copies, instead of inside the GEMM.
+    """Return which gathers run as separate copies, as `choose_copies` describes.
 
     Args:
         up: the kernel of w_up's GEMM for copied rows.
@@ -336,14 +335,13 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` with an equal `_copies_key` and without `assumed_rows` return `copies` in this process."""
+    """Make `choose_copies` return `copies` in this process for an equal `_copies_key` without `assumed_rows`."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # The key holds everything that `copies_for` reads. Strides of `tokens` are not in the key, because `copies_for`
-    # reads only the dtype and device of `tokens`.
+    # The key holds everything that `copies_for` reads. `copies_for` does not read the strides of `tokens`.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows

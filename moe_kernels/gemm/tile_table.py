@@ -21,10 +21,10 @@ MAX_GROUPS = 8192
 
 @functools.cache
 def table_blocks(num_groups: int) -> dict[str, int]:
-    """Return the numbers of entries that a program writes at once (ENTRY_BLOCK) and in total (PROGRAM_ENTRIES). A
-    program compares ENTRY_BLOCK entries with all groups at once. ENTRY_BLOCK is small, so that a program needs few
-    registers and an SM can run many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs
-    little per entry, but small enough that no program takes long."""
+    """Return the numbers of table entries that a program writes at once (ENTRY_BLOCK) and in total (PROGRAM_ENTRIES).
+    A program compares ENTRY_BLOCK entries with all groups at once. A small ENTRY_BLOCK needs few registers, so that an
+    SM can run many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs little per
+    entry, but small enough that no program takes long."""
     entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
     return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
@@ -100,7 +100,7 @@ def make_tile_table(
     num_rows: int,
     block_rows: int,
 ) -> TileTable:
-    """Return the tile table of these groups, with `block_rows` rows per tile. One launch, no host synchronisation."""
+    """Return the tile table of these groups, with `block_rows` rows per tile, without host synchronisation."""
     table = empty_tile_table(offsets, num_rows, offsets.shape[0], block_rows)
     write_table(table, offsets, num_rows)
     return table

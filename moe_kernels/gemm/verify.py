@@ -65,11 +65,8 @@ def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callab
     A single sample may exceed the error budget by chance, so the check allows four times the budget. Launches that a
     CUDA graph captures are not checked, because results cannot be read during capture.
 
-    Args:
-        launch: returns the kernel that it launched, or None.
-
-    Raises (by the returned function):
-        RuntimeError: a result is wrong; the message names the kernel and the size of the error.
+    `launch` and the returned function return the launched kernel, or None. If a result is wrong, the returned function
+    raises RuntimeError. The message names the kernel and the size of the error.
     """
     numbers = itertools.count(1)
 
@@ -90,11 +87,7 @@ def verified(launch: Callable[[Arguments], Kernel | None], every: int) -> Callab
 
 
 def verify_interval(setting: str | None) -> int | None:
-    """Return the number of launches per check, or None for no checks.
-
-    Args:
-        setting: the value of MOE_VERIFY.
-    """
+    """Return the number of launches per check for a value of MOE_VERIFY, or None for no checks."""
     if setting is None or setting in ("", "0"):
         return None
     if not setting.isdecimal():

@@ -116,15 +116,12 @@ _permute_op.register_autograd(_permute_backward, setup_context=_permute_setup)
 
 
 _TILE_BYTES = 2**17  # size in bytes of a tile that a program of 32 warps, alone on its SM, holds in registers
-_FEWEST_TILES = 128  # minimum number of tiles of _TILE_BYTES; fewer would leave SMs idle
+_FEWEST_TILES = 128  # with fewer tiles of _TILE_BYTES, SMs would be idle; each program then takes one token
 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
-    """Return (tokens per program, columns per program, warps).
-
-    Memory writes are fastest when no reads run at the same time. With many tokens, a program therefore reads a whole
-    tile before writing the tile's rows.
-    """
+    """Return (tokens per program, columns per program, warps). Memory writes are fastest when no reads run at the same
+    time. With many tokens, a program therefore reads a whole tile before writing the tile's rows."""
     num_tokens, d_model = tokens.shape
     block_d = min(next_power_of_2(d_model), 4096)
     block_t = _TILE_BYTES // (block_d * tokens.element_size())
@@ -134,7 +131,7 @@ def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
 
 
 def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Tensor, rows: Tensor) -> None:
-    """Write each token to its rows, times `topk_weights` of the slots if given. Padding rows are not written."""
+    """Write each token to its rows, times the slots' `topk_weights` if given. Padding rows are not written."""
     num_tokens, top_k = slot_to_row.shape
     d_model = tokens.shape[1]
     if rows.numel():
@@ -173,10 +170,8 @@ def _permute_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One program copies a tile of tokens to their rows, times the slots' weights if `weights_ptr` is given.
-
-    Grid: (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D)).
-    """
+    """One program copies a tile of tokens to their rows, times the slots' weights if `weights_ptr` is given. Grid:
+    (cdiv(T, BLOCK_T), cdiv(D, BLOCK_D))."""
     t = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     d = (tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
     D = D // ALIGNED * ALIGNED
@@ -257,8 +252,8 @@ def launch_combine(
 
 @functools.lru_cache
 def combine_block(d_model: int) -> int:
-    """Return the number of columns per program, at most 2048. The number is the largest power of two that divides
-    `d_model`, so that no thread idles. If that power is below 512, round `d_model` up to a power of two instead."""
+    """Return the number of columns per program: the largest power of two that divides `d_model`, so that no thread
+    idles. If this power is below 512, return `d_model` rounded up to a power of two. The maximum is 2048."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
     return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 

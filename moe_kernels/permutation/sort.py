@@ -93,7 +93,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# An op hides the slice of rows from Inductor. With a visible slice, Inductor would compile again for few tokens.
+# An op hides the slice of rows. Inductor would compile a visible slice a second time for small numbers of tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -236,9 +236,7 @@ def _rank_kernel(
     PROGRAM_ENTRIES: tl.constexpr,
 ):
     """The first programs write the offsets and the tile table. Each other program finds the rows of RANKED slots.
-
-    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),).
-    """
+    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + cdiv(num_slots, RANKED),)."""
     table_programs = tl.cdiv(tl.maximum(capacity, E), PROGRAM_ENTRIES)
     lane = tl.arange(0, BLOCK)
     if tl.program_id(0) < table_programs:
@@ -346,9 +344,7 @@ def _place_kernel(
     PROGRAM_ENTRIES: tl.constexpr,
 ):
     """The first programs write the offsets and the tile table. Each other program finds the rows of a block of slots.
-
-    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + num_blocks,).
-    """
+    Grid: (cdiv(max(capacity, E), PROGRAM_ENTRIES) + num_blocks,)."""
     index = tl.arange(0, E_P2)
     totals = tl.load(totals_ptr + index, mask=index < E, other=0)
     ends = tl.cumsum(totals, 0)

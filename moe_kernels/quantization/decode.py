@@ -5,8 +5,8 @@ In every format, a value is `code * scale`, multiplied in float32 and rounded on
     fp8     Codes are e4m3 numbers. DeepSeek-V3's checkpoints name the scale `weight_scale_inv`.
     mxfp4   Codes are e2m1 numbers, two per byte, low bits first. Scales are powers of two (e8m0, with bias 127).
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
-    nf4     Codes are from a table of 16, two per byte, high bits first. A nested scale is a code from a table of 256
-            times a second-level scale per block of scales, plus an offset (https://arxiv.org/abs/2305.14314).
+    nf4     Codes are from a table of 16, two per byte, high bits first. A nested scale is c * s + offset: c is a code
+            from a table of 256, s the scale of a block of scales (https://arxiv.org/abs/2305.14314).
     int8    A value is code * largest * (1 / 127), in this order. `largest` is the row's largest absolute value.
 
 The scale byte 255 is the NaN of e8m0, and decodes to NaN only if the dtype of scales is e8m0. In scales of dtype uint8,

@@ -82,11 +82,8 @@ def scales_shape(format: WeightFormat, shape: torch.Size) -> tuple[int, ...]:
 
 
 def check_quantized(op: str, name: str, weight: QuantizedWeight) -> None:
-    """Raise ValueError unless the tensors of a quantised weight have the dtypes and sizes that its format and shape
-    require.
-
-    Only shapes, dtypes and devices are read: the values of scales are not checked.
-    """
+    """Raise ValueError unless a quantised weight's tensors have the dtypes and sizes that its format and shape require.
+    The tensors must also be contiguous, be on one device and require no gradient. Their values are not read."""
     if not isinstance(weight, QuantizedWeight):
         raise ValueError(f"{op}: {name} must be a QuantizedWeight, got {type(weight).__name__}")
     as_format(op, weight.format)

@@ -36,13 +36,9 @@ def launch_quantize_weight(
     *,
     as_is: bool = True,
     transposed: bool = True,
-    checksums: Tensor | None = None,  # [blocks] int64
+    checksums: Tensor | None = None,  # [blocks] int64, filled with each block's checksum; None: no checksums
 ) -> Forms:
-    """Return the quantised weight if `as_is`, and its transpose if `transposed`. Reads the weight once.
-
-    Args:
-        checksums: tensor to which the same launch writes the checksum of each block. Default: None, no checksums.
-    """
+    """Return the quantised weight if `as_is`, and its transpose if `transposed`. One launch reads the weight once."""
     _, size_out, size_in = weight.shape
     here = _empty_weight(weight, size_out, size_in) if as_is else (None, None)
     turned = _empty_weight(weight, size_in, size_out) if transposed else (None, None)
@@ -92,7 +88,7 @@ def _launch(weight: Tensor, forms: Forms, checksums: Tensor | None, *, is_first:
 
 @triton.jit
 def _odd_numbers(first: tl.constexpr):
-    """Return 128 pseudo-random odd numbers, as uint32."""
+    """Return elements `first` to `first + 127` of a sequence of pseudo-random odd uint32 numbers."""
     mixed = (tl.arange(first, first + 128) + 1).to(tl.uint32) * 0x9E3779B1
     mixed = (mixed ^ (mixed >> 15)) * 0x85EBCA77
     return (mixed ^ (mixed >> 13)) | 1

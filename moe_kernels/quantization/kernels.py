@@ -30,7 +30,7 @@ def decode_e4m3(byte):
     if HAS_FLOAT8:
         return byte.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
     else:
-        # Copy the 4 exponent bits of the e4m3 number to the low end of float32's exponent, and the 3 mantissa bits to
+        # Copy the 4 exponent bits of the e4m3 number to the low end of float32's exponent. Copy the 3 mantissa bits to
         # the high end of float32's mantissa. The biases of the exponents, 7 and 127, differ by 120. The copied bits
         # therefore encode the value divided by 2 ** 120.
         bits = byte.to(tl.int32)
@@ -294,7 +294,7 @@ def kernel_arguments(weight: QuantizedWeight) -> tuple[Any, ...]:
     return values, scales, weight.codes, weight.nested_codes, weight.nested_scales, weight.nested_offset
 
 
-# For each dtype of scales that kernels load as integers: the decoding. Byte 255 is NaN only in float8_e8m0fnu.
+# How kernels decode scales that they load as integers, by dtype. The byte 255 is NaN only in float8_e8m0fnu.
 _SCALE_BITS = {torch.uint8: "power", torch.float8_e8m0fnu: "power_or_nan", torch.bfloat16: "bfloat16"}
 
 

@@ -97,7 +97,7 @@ def pack_rows(
 ) -> Tensor:  # [R, W] in the dtype of rows
     """Return the results of `quantize_rows` in one tensor for sending. A row holds its numbers, then its scales.
 
-    The tensor has the dtype of `rows`, so that autograd accepts the tensor. Its elements have no meaning as numbers of
+    The tensor has the dtype of `rows`, so that autograd accepts the tensor. The elements have no meaning as numbers of
     this dtype. A row of W elements takes `packed_width(K)` bytes.
     """
     if choose("pack_rows", implementation, rows) == "triton":

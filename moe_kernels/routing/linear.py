@@ -16,7 +16,7 @@ from ..runtime.dispatch import kernel_obstacle, once_per_form
 from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.triton import cdiv, tl, triton
 
-_BUSY = 64  # number of programs that keeps most SMs of a large GPU busy
+_BUSY = 64  # number of programs that keeps about half of the 132 SMs of an H200 busy
 _BLOCK_D, _BLOCK_T = 128, 64  # sizes of the blocks of columns and tokens for the weight's gradient
 _SUMMED = 512  # sums per program of `_sum_of_shares_kernel`; with 4 per thread, loads and 16-bit stores share a layout
 
@@ -128,8 +128,7 @@ def launch_product(
 
 
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
-    """Return (BLOCK_M, BLOCK_N, BLOCK_K, warps). Tiles are the largest that still give enough programs to occupy the
-    GPU."""
+    """Return (BLOCK_M, BLOCK_N, BLOCK_K, num_warps): the largest tile that gives `_BUSY` programs, or a small one."""
     for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
         if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, block_k, num_warps
@@ -141,10 +140,8 @@ def launch_weight_gradient(
     tokens: Tensor,  # [T, D] 16-bit
     out_dtype: torch.dtype,
 ) -> Tensor:  # [E, D]
-    """Return (high + low)^T @ tokens, accumulated in float32 and rounded once.
-
-    Each program sums over a share of the tokens. A second launch adds these sums in a fixed order.
-    """
+    """Return (high + low)^T @ tokens, accumulated in float32 and rounded once. Each program sums over a share of the
+    tokens. A second launch adds these sums in a fixed order."""
     num_tokens, d_model = tokens.shape
     num_experts = dlogits.shape[1] // 2
     out = tokens.new_empty(num_experts, d_model, dtype=out_dtype)
@@ -231,7 +228,7 @@ def _weight_gradient_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One program sums dlogits^T @ tokens over `share` tokens. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
+    """One program sums (high + low)^T @ tokens over its share. Grid: (cdiv(E, BLOCK_E), cdiv(D, BLOCK_D), shares)."""
     first_expert = tl.program_id(0) * BLOCK_E
     expert = first_expert + tl.arange(0, BLOCK_E)[None, :]
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]

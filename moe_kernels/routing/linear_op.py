@@ -113,7 +113,8 @@ def routing_gradients_op(
     dtokens: Tensor | None,  # [T, D]: added to the tokens' gradient
     needs: RouterNeeds,
 ) -> RouterGradients:
-    """Return the needed gradients. Recompute the logits unless `dweights` is None or `router.is_softmax_of_chosen`."""
+    """Return the gradients that `needs` asks for. Recompute the logits if `dweights` is given and
+    `router.is_softmax_of_chosen` is False."""
     w_router, logit_bias, dlogit_bias = router.w_router, router.logit_bias, None
     with without_autocast(tokens):
         if dweights is not None:

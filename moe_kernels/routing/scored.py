@@ -52,9 +52,8 @@ def score_settings(spec: RouterSpec) -> ScoreSettings:
 
 
 def _blocks(num_places: int) -> dict[str, int]:
-    """Return the number of tokens and of warps per program. `num_places` is the padded number of experts.
-
-    A warp holds 512 logits, so reductions over up to 512 experts need no shared memory."""
+    """Return the number of tokens and of warps per program. `num_places` is the padded number of experts. A warp holds
+    512 logits, so reductions over up to 512 experts need no shared memory."""
     return {"BLOCK_T": max(1, 512 // num_places), "num_warps": max(1, num_places // 512)}
 
 
@@ -180,7 +179,7 @@ _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyrig
 
 @triton.jit
 def _softmax_terms(logits, exists, SCORE: tl.constexpr):
-    """Return (highest logit, sum of exponentials) of each token for a softmax, [BLOCK_T]. Return zeros for other
+    """Return (highest logit, sum of exp(logit - highest)) per token for a softmax, [BLOCK_T]. Return zeros for other
     scores."""
     if SCORE == "softmax":
         logits = tl.where(exists, logits, float("-inf"))
@@ -216,8 +215,7 @@ def _in_best_groups(
     TOP2_SUM: tl.constexpr,
     G_P2: tl.constexpr,
 ):
-    """Return whether each group is one of the token's best, [BLOCK_T, G_P2]. On a tie the group with the lower index
-    wins."""
+    """Return a mask of the TOPK_GROUPS best groups of each token, [BLOCK_T, G_P2]. The lower index wins ties."""
     worth = tl.max(keys, 2)  # [BLOCK_T, G_P2]
     if TOP2_SUM:
         is_best = keys == worth[:, :, None]

@@ -205,7 +205,6 @@ def _topk_backward_kernel(
         step_slot = t * TOP_K + step
         chosen = tl.load(experts_ptr + step_slot, mask=token_mask, other=0)
         value = tl.load(dweights_ptr + step_slot, mask=token_mask, other=0.0) - mean
-        # Normalised weights are a softmax over the chosen experts; the other experts get no gradient.
         if is_normalized:
             value *= tl.load(weights_ptr + step_slot, mask=token_mask, other=0.0)
         gradient = tl.where(expert[None, :] == chosen[:, None], value[:, None], gradient)

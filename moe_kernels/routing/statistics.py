@@ -179,8 +179,7 @@ def _slots_per_expert(
 def _entropy(
     logits,  # [BLOCK_T, BLOCK_E], -inf in columns beyond the experts
 ):
-    """Return the entropy of each token's softmax, in nats. The entropy is computed as the sum of two terms that are at
-    least 0, so small entropies lose no digits."""
+    """Return the entropy of each token's softmax, in nats. Both summands are at least 0, so no digits cancel."""
     shifted = logits - tl.max(logits, 1)[:, None]
     powers = tl.exp(shifted)
     total = tl.sum(powers, 1)

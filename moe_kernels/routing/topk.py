@@ -1,7 +1,4 @@
-"""Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties.
-
-`empty_choice` allocates the weights and experts of a choice.
-"""
+"""Device functions that choose a token's k highest logits, in descending order. The lower expert index wins ties."""
 
 import torch
 from torch import Tensor

@@ -1,7 +1,6 @@
 """Decides before each op runs whether its operands are checked, and which implementation computes the op.
 
-If the requested implementation, "triton" or "reference", cannot run, the op raises an error. The op does not run the
-other implementation instead.
+If the requested implementation, "triton" or "reference", cannot run, the op raises instead of running the other one.
 """
 
 from __future__ import annotations
@@ -38,10 +37,7 @@ _NEW: Any = object()
 
 def once_per_form(check: Callable[..., Result]) -> Callable[..., Result]:
     """Cache the results of `check` by the operands' form: dtypes, shapes, devices and plain values. Errors are not
-    cached.
-
-    `check` may read only dtype, shape and device of its tensors, and must return an immutable result.
-    """
+    cached. `check` may read only dtype, shape and device of its tensors, and must return an immutable result."""
     passed: dict[tuple[Any, ...], Result] = {}
 
     @functools.wraps(check)
@@ -131,8 +127,7 @@ def _warn_without_triton() -> None:
 
 
 def runs_kernels(implementation: str | None, tensor: Tensor) -> bool:
-    """Return whether `implementation` runs Triton kernels on this tensor; False for an implementation that `choose`
-    refuses."""
+    """Return whether `implementation` runs Triton kernels on this tensor. Return False where `choose` would raise."""
     return implementation in (None, "triton") and kernel_obstacle(tensor) is None
 
 
@@ -143,9 +138,7 @@ def is_traced(tensor: Tensor) -> bool:
 
 def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Return a context that disables autocast on this tensor's device, or an empty context if autocast is off.
-
-    Reference implementations run in this context, because kernels ignore autocast.
-    """
+    Reference implementations run in this context, because kernels ignore autocast."""
     device_type = tensor.device.type
     if device_type != "meta" and torch.is_autocast_enabled(device_type):  # is_autocast_enabled raises for meta
         return torch.autocast(device_type, enabled=False)

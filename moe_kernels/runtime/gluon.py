@@ -53,8 +53,8 @@ if OBSTACLE is None:
 
 
 def slower_kernels(cc: int) -> str | None:
-    """Return why a Hopper GPU (cc 90) runs without the warp-specialised kernels. Return None if these kernels can run
-    or the GPU is not Hopper, because only Hopper has such kernels."""
+    """Return why a Hopper GPU (cc 90) runs without the warp-specialised kernels, or None if these kernels can run.
+    Return None also for other GPUs, which have no such kernels."""
     if OBSTACLE is None or cc != 90:
         return None
     return f"the warp-specialised Hopper kernels cannot run: {OBSTACLE}. Slower portable kernels run; {REMEDY}"
@@ -74,6 +74,7 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
     but never in a step of the reduction.
 
     Args:
+        gather: whether the kernel gathers an operand's rows by an index.
         pieces: number of parts in which an activation is computed; 0 without an activation.
     """
     if not gather:
@@ -86,6 +87,6 @@ def registers(gather: bool, pieces: int) -> dict[str, int]:
 
 
 def compiler_options() -> dict[str, Any]:
-    """Return the options that make Triton 3.9 schedule for few registers. Without the options, kernels with a plain
-    activation spill ten times as much."""
+    """Return the options that make Triton 3.9 schedule for few registers, or no options for earlier versions. With
+    Triton 3.9 and no options, kernels with a plain activation spill ten times as much."""
     return {"sched4reg": True} if _VERSION[:2] >= (3, 9) else {}

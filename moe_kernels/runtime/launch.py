@@ -22,8 +22,8 @@ from torch import Tensor
 
 from .triton import HAS_TRITON, INTERPRET, triton
 
-# Ask for fused multiply-adds. Triton up to 3.9 fuses by default, but 3.9 warns unless the option is set, and 3.10 will
-# not fuse by default.
+# Ask for fused multiply-adds. Triton fuses by default up to 3.9, but not from 3.10 on. Triton 3.9 warns unless the
+# option is set.
 FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enable_fp_fusion": True}
 
 _hooks = triton.knobs.runtime
@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # True in `Replayed.run` and `planning`: ops then replay no records of their own
+        self.is_in_function = False  # True in `Replayed.run` and `selection.planning`: ops then replay no own records
 
 
 launching = _Thread()  # state of the current thread
@@ -140,11 +140,8 @@ def launch_hooks() -> list[Any]:
 
 
 def ensure_context(device: int) -> None:
-    """Give this thread the CUDA context of a GPU.
-
-    Encoding a descriptor and the driver's launches need a context. A new thread, such as autograd's, has no context
-    before its first launch.
-    """
+    """Give this thread the CUDA context of a GPU. Encoding a descriptor and the driver's launches need a context. A new
+    thread, such as autograd's, has no context before its first launch."""
     if device not in launching.devices:
         torch.empty(1, device=f"cuda:{device}").zero_()
         launching.devices.add(device)
@@ -173,10 +170,8 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
 
 
 def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
-    """Launch like `function[grid](*arguments, **options)`, but prepare hooks of profilers only if there are any.
-
-    Return Triton's compiled kernel.
-    """
+    """Launch like `function[grid](*arguments, **options)`, but prepare hooks of profilers only if there are any. Return
+    Triton's compiled kernel."""
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
@@ -197,8 +192,7 @@ def _is_on_gpu(launch: Launch) -> bool:
 
 
 def _make_ready(launch: Launch, compiled: Any) -> Ready:
-    """Prepare `compiled`, the kernel compiled for this launch, to run all launches with the same static
-    properties."""
+    """Prepare `compiled`, the kernel of this launch, to run all launches with the same static properties."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
@@ -227,8 +221,7 @@ def static_properties(launch: Launch) -> tuple[Any, ...]:
 
 
 def _of_int(value: int, kind: int) -> int:
-    """Encode whether the value exceeds 32 bits and, if the kernel specialises on it, whether it is 1 or a multiple of
-    16."""
+    """Encode whether `value` exceeds 32 bits and, for kind _SPECIALIZED, whether it is 1 or a multiple of 16."""
     size = 0 if -(2**31) <= value < 2**31 else 100
     return size if kind == _PLAIN else size + (1 if value == 1 else 16 if value % 16 == 0 else 2)
 

@@ -2,7 +2,7 @@
 addresses in the kernels' parameters change.
 
 Parameters have the layout of Triton 3.6 to 3.9 (`backends/nvidia/driver.py` and `driver.c`). From CUDA 12.4 on,
-the driver reports the sizes of a kernel's parameters. Making a list compares these sizes with the layout.
+the driver reports the sizes of a kernel's parameters. `LaunchList` compares these sizes with the layout.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ def is_packed(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
-# Names of `QuantizedWeight`'s tensor fields.
 _TENSORS = ("values", "scales", "codes", "nested_codes", "nested_scales", "nested_offset")
 _LEAVES = ("", *(f"_{name}" for name in _TENSORS), "_layout")
 
@@ -53,7 +52,7 @@ _PLAIN = frozenset((Tensor, Parameter, type(None), bool, int, float, str, torch.
 
 
 class Places(NamedTuple):
-    """Positions of the tensors in sequences of values. There is one `Places` for each sequence of the values' types."""
+    """Positions of the tensors in a sequence of values. All sequences with the same types share one `Places`."""
 
     number: int  # a unique number for this sequence of types
     places: tuple[int, ...]

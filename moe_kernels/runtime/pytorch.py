@@ -49,15 +49,13 @@ EMPTY_STRIDED: dict[str, Callable[[tuple[int, ...], tuple[int, ...], torch.dtype
 
 @contextmanager
 def unseen_by_tracers() -> Iterator[None]:
-    """Return a context in which new tensors hold values even while `torch.compile` or `torch.export` traces.
-
-    Modes that record ops, such as the mode of selective checkpointing, do not see the ops inside.
-    """
+    """Return a context in which new tensors hold values even while `torch.compile` or `torch.export` traces. Modes that
+    record ops, such as the mode of selective checkpointing, do not see the ops inside."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
 
 
-# Returns the state of a running `torch.jit.trace`, else None. Every op calls this function, because the public
+# Returns the state of a running `torch.jit.trace`, else None. Every op calls this function. The public
 # `torch.jit.is_tracing` takes twice as long.
 jit_tracing_state = torch._C._get_tracing_state
 
@@ -74,14 +72,13 @@ def num_differentiations() -> int:
 # Returns the number of active dispatch modes. A dispatch mode sees every op.
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 
-# Hides ops from all dispatch modes. Modes do not see the ops inside a registered op either. PyTorch's `no_dispatch`
-# does the same as this context and takes 1 us longer.
+# Hides ops from all dispatch modes, as a registered op hides the ops inside it. PyTorch's `no_dispatch` does the same
+# as this context and takes 1 us longer.
 unseen_by_modes = torch._C._DisableTorchDispatch
 
 # Hides ops from autocast on all devices. `torch.autocast(device_type, enabled=False)` takes several times as long.
 unseen_by_autocast = torch._C._DisableAutocast
 
-# Returns whether autocast is enabled for any device.
 any_autocast_is_enabled = torch._C._is_any_autocast_enabled
 
 # `fp32_precision("cuda", "matmul")` returns `torch.backends.cuda.matmul.fp32_precision` in a quarter of the time. Every
@@ -110,9 +107,8 @@ def has_saved_tensors_hooks() -> bool:
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:
-    """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call.
-
-    A message of 255 bytes or more is cut, because PyTorch refuses such lengths."""
+    """Fail on the device unless the condition holds. The host does not wait; PyTorch raises at a later call. A message
+    of 255 bytes or more is cut, because PyTorch refuses such lengths."""
     encoded = message.encode()
     message = message if len(encoded) < 255 else encoded[:251].decode(errors="ignore") + "..."
     torch._assert_async(condition, message)  # pyright: ignore[reportPrivateImportUsage]  # private API

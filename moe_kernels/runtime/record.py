@@ -2,9 +2,10 @@
 of its tensors into the parameters of the launches.
 
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
-in one block, where temporaries with separate lifetimes share bytes. A run allocates the block and all other tensors
-first, makes all launches at once, and frees the block at the end. PyTorch operations divide the launches into groups.
-A run then allocates each tensor outside the block right before the group or operation that first uses the tensor.
+in one block, where temporaries with separate lifetimes share bytes. A run allocates the block first and frees it at
+the end. If there are only launches, a run also allocates all other tensors first, and makes all launches at once. If
+PyTorch operations divide the launches into groups, each other tensor is allocated right before the group or operation
+that first uses the tensor.
 
 Early allocation raises the peak memory above that of the recorded function. If the rise exceeds 64 MiB, tensors above
 1 MiB are allocated right before the first launch that uses them, and freed after the last launch that uses them,
@@ -165,7 +166,7 @@ class _Plan:
         self.segments = self._segments(steps, own, (block, block_bytes), most_small)
 
     def _place(self, temporaries: list[tuple[int, int, int, int]], block: int) -> int:
-        """Place temporaries in the block. Those in use at the same time share no bytes. Return the block's bytes."""
+        """Place temporaries in the block, and return its size in bytes. Temporaries in use at once share no bytes."""
         placed: list[tuple[int, int, int, int]] = []
         for size, first, last, index in sorted(temporaries, key=lambda entry: (-entry[0], entry[1])):
             offset = 0
@@ -177,8 +178,8 @@ class _Plan:
         return max((end for _, end, _, _ in placed), default=0)
 
     def _place_scratch(self, steps: Sequence[Any], block: int, num_bytes: int) -> int:
-        """Append a buffer for descriptors that kernels make to the block of `num_bytes`, and return the new size. All
-        kernels share the buffer, because they run in sequence."""
+        """Append to the block of `num_bytes` a buffer in which kernels make descriptors, and return the new size. All
+        kernels share the buffer, because kernels run in sequence."""
         sizes = [scratch_bytes(step) if isinstance(step, RecordedLaunch) else 0 for step in steps]
         self.scratch = [(block, num_bytes) if size else None for size in sizes]
         return num_bytes + _aligned(max(sizes, default=0))

@@ -140,8 +140,8 @@ class Recording(TorchDispatchMode):
         return result
 
     def ref(self, tensor: Tensor, *, in_call: bool = False) -> Ref | None:
-        """Return the reference to a tensor that the next step uses, or None if the tensor is neither an input nor made
-        by the function."""
+        """Return the reference to a tensor that the next step uses. If the tensor is neither an input nor made by the
+        function, return None and set `obstacle`."""
         index = self._find(tensor)
         if index is None:
             self.obstacle = f"reads a tensor that is no operand: {list(tensor.shape)} {tensor.dtype}"

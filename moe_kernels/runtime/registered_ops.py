@@ -42,8 +42,8 @@ class Call(NamedTuple):
 
 
 def may_replay(tensors: Sequence[Tensor]) -> bool:
-    """Return whether calls may be replayed: only if no forward-mode AD, profiler or `__torch_function__` override is
-    active. This function checks these states, because `Form` does not compare them."""
+    """Return whether forward-mode AD, profilers and `__torch_function__` overrides are all inactive. Otherwise no call
+    may be replayed, because `Form` does not compare these states."""
     return not (forward_ad._current_level >= 0 or _profiler_enabled() or has_torch_function(tensors))
 
 
@@ -52,8 +52,7 @@ def is_unseen(tensors: Sequence[Tensor]) -> bool:
 
     Modes and profilers see only calls through the dispatcher. Meta tensors and negated views also need the dispatcher,
     because their memory does not hold their values. All tensors are on one device, so the first tensor shows whether
-    they are meta tensors.
-    """
+    they are meta tensors."""
     return not (
         not may_replay(tensors)
         or torch._C._len_torch_dispatch_stack()
@@ -210,8 +209,7 @@ class Op:
             call = Call(signature.pack(*leaves), leaves, places, tensors, places.read_others(leaves), None, False)
             return self._node.apply(*(tensors if signature.has_packed else leaves), call)
         with _below_autograd():
-            # Call the function that the dispatcher would call next, because another pass of the dispatcher takes longer
-            # than a replay.
+            # Call the dispatcher's next function directly: another pass of the dispatcher takes longer than a replay.
             if are_plain and is_unseen(tensors):
                 return self._below(*arguments)
             return self.overload(*arguments)
@@ -248,11 +246,9 @@ def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = (
 
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """Return the tensors that an autograd node saved. Call this function once per backward.
-
-    This function releases autograd's references, unless the graph is retained. The memory of a tensor is then freed
-    when the caller drops the tensor, instead of after backward.
-    """
+    """Return the tensors that an autograd node saved, and release autograd's references unless the graph is retained.
+    A tensor's memory is then freed when the caller drops the tensor, instead of after backward. Call this function once
+    per backward."""
     tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
     return tensors if ctx.strides is None else tuple(map(_with_strides, tensors, ctx.strides))

@@ -26,11 +26,8 @@ _single_launches: list[str] = []  # reasons to run all functions instead of repl
 
 
 class Form:
-    """The properties of operands, except values, that decide what a function computes, such as shapes and dtypes.
-
-    A form also holds the record for its operands, or the reason why no record can be made. `TensorGuards` compares
-    shapes, strides, dtypes, devices, types, `requires_grad` and dispatch keys.
-    """
+    """The properties of operands, except values, that decide what a function computes: alignment, and all properties
+    that `TensorGuards` compares. A form also holds the operands' record, or the reason why no record can be made."""
 
     def __init__(self, tensors: Sequence[Tensor]):
         self._check = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check

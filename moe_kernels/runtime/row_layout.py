@@ -15,10 +15,8 @@ _MOST_ALIGNED = 16  # maximum result of `alignment`, in elements; Triton checks 
 
 def empty_rows(like: Tensor, num_rows: int, num_columns: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """Return uninitialised rows on the device of `like`. Rows of at least 1024 bytes start at multiples of 128 bytes.
-
     A GEMM reads pieces of 128 bytes of each row. If rows start elsewhere, each piece lies in two cache lines, and the
-    GEMM takes up to 1.3 times as long.
-    """
+    GEMM takes up to 1.3 times as long."""
     unit = LINE_BYTES // (dtype or like.dtype).itemsize
     if num_columns % unit == 0 or num_columns * LINE_BYTES < _LEAST_BYTES * unit:
         return like.new_empty(num_rows, num_columns, dtype=dtype)
@@ -44,10 +42,7 @@ def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N
 
 
 def alignment(*sizes: int) -> int:
-    """Return the largest power of two up to 16 that divides all sizes and strides.
-
-    Triton itself sees only whether 16 divides a number. Kernels therefore round each size down to a multiple of the
-    returned divisor. Rounding changes no size, but shows Triton the divisor, so that loads and stores take several
-    elements at once.
-    """
+    """Return the largest power of two up to 16 that divides all sizes and strides. Triton itself sees only whether 16
+    divides a number. Kernels therefore round each size down to a multiple of the returned divisor. Rounding changes no
+    size, but shows Triton the divisor, so that loads and stores take several elements at once."""
     return math.gcd(_MOST_ALIGNED, *sizes)

@@ -175,11 +175,8 @@ def op_of(step: Step) -> str:
 
 
 def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Check a small layer, forward and backward, against the error budget.
-
-    Raises:
-        AssertionError: a result exceeds the budget. The message says which result and by how much.
-    """
+    """Raise AssertionError if a result of a small layer, forward or backward, exceeds the error budget. The message
+    says which result and by how much."""
 
     def draw(seed: int) -> tuple[Tensor, ...]:
         inputs = make_inputs(_SMALL, dtype, device, seed)
@@ -195,12 +192,8 @@ def check_small_layer(dtype: torch.dtype, device: str, activation: str) -> None:
 
 
 def check_small_fp8_layer(dtype: torch.dtype, device: str, activation: str) -> None:
-    """Check a small layer with `precision="fp8"`, forward and backward. Each result may differ from the reference by
-    at most 0.09 times the norm of the reference.
-
-    Raises:
-        AssertionError: a result differs by more. The message names the result.
-    """
+    """Check a small layer with `precision="fp8"`, forward and backward. Raise AssertionError if a result differs from
+    the reference by more than 0.09 times the reference's norm. The message names the result."""
     inputs = make_inputs(_SMALL, dtype, device)
     weights, permutation = make_permutation(inputs, _SMALL.top_k)
 

@@ -27,11 +27,7 @@ _EVERY, _NONE = Copies(True, True, True), Copies(False, False, False)
 
 
 def parse_layer(text: str) -> Case:
-    """Parse T,D,F,E,K from a command line.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not five valid sizes of a layer.
-    """
+    """Return the layer sizes in a text T,D,F,E,K. Raise argparse.ArgumentTypeError if the text is not valid."""
     try:
         num_tokens, d_model, d_ff, num_experts, top_k = sizes = [int(size) for size in text.split(",")]
     except ValueError as error:

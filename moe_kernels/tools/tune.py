@@ -60,7 +60,7 @@ def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, flo
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Return a CUDA graph of the launches of `function`."""
+    """Call `function` once, and return a CUDA graph of its launches in a second call."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -85,11 +85,7 @@ def times_of_calls(function: Callable[[], object], num_calls: int) -> list[float
 
 
 def check(kernel: Kernel, args: Arguments) -> None:
-    """Run a kernel and check the first, middle and last group of its result against the error budget.
-
-    Raises:
-        AssertionError: the kernel exceeds the budget; the message says by how much.
-    """
+    """Run a kernel. Raise AssertionError if the first, middle or last group of its result exceeds the error budget."""
     for out in args.outputs:
         out.fill_(torch.nan)
     kernel.run(args)
@@ -105,7 +101,7 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; the call pins a kernel that the entry names
+    is_known: Callable[[Table], bool]  # whether the table has the entry; if the entry names a kernel, also pins it
     measure: Callable[[], Table]  # returns a table with only this entry, or an empty table if no kernel fits
 
 
@@ -186,11 +182,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
 
 
 def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) -> Job:
-    """Return a job that measures one layer's GEMMs with quantised weights or with e4m3 operands.
-
-    Args:
-        settings: keyword arguments of `layer_of`.
-    """
+    """Return a job that measures a layer's GEMMs with quantised or e4m3 operands. `layer_of` takes `settings`."""
     label = f"{settings.get('format') or settings.get('precision')} {_label(case)}"
 
     def entries() -> Iterator[Entry]:
@@ -209,8 +201,7 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return a function for each `Copies`, which says which gathers run as separate copies. The function pins this
-    choice, and runs `fused_experts` and its backward."""
+    """Return, for each possible `Copies`, a function that pins it and runs `fused_experts` and its backward."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)

@@ -37,7 +37,7 @@ class ModelConfig:
         return ModelConfig(value, self.layer, self.required)
 
     def integer(self, *names: str, default: object = _MISSING, minimum: int = 0) -> int:
-        """Return the value of the first field that exists among the names.
+        """Return the value of the first of the named fields that exists. If none exists, return `default`.
 
         Raises:
             ValueError: no field exists and no default is given, or the value is not an integer of at least `minimum`.
@@ -86,7 +86,8 @@ class ModelConfig:
 def read_config(values: dict, layer: int, prefix: str = "") -> ModelConfig:
     """Return the configuration of the language model, which composite models keep in a nested object.
 
-    If the configuration has an object such as `talker_config`, a block with "talker." in its prefix uses this object.
+    `prefix` is the block's path in the model. For each part of the path, such as "talker", the object `talker_config`
+    is read instead, provided that this object exists and has a `model_type`.
     """
     for part in prefix.split("."):
         own = values.get(f"{part}_config")

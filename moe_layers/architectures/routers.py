@@ -19,10 +19,8 @@ def softmax_by_flag(default: bool) -> Callable[[ModelConfig], RouterSpec]:
 
 
 def dbrx(config: ModelConfig) -> RouterSpec:
-    """Read DBRX's router, which divides weights by their p-norm. `moe_normalize_expert_weights` is p; the default is 1.
-
-    If this field is null, weights are not normalised.
-    """
+    """Read DBRX's router, which divides weights by their p-norm. `moe_normalize_expert_weights` is p, by default 1. If
+    this field is null, weights are not normalised."""
     config = config.nested("ffn_config")
     if config.values.get("moe_normalize_expert_weights", 1.0) is None:
         return RouterSpec.softmax(normalize=False)

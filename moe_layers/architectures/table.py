@@ -71,8 +71,7 @@ def _one_shared(config: ModelConfig) -> int:
 
 
 def _several_shared(*d_ff: str, **default: int) -> Callable[[ModelConfig], int | None]:
-    """Return a reader of the shared experts' total d_ff. One expert with this d_ff equals all shared experts
-    together."""
+    """Return a reader of the shared experts' total d_ff: one expert of this d_ff equals all shared experts."""
     names = d_ff or ("moe_intermediate_size",)
     return lambda config: config.integer(*_NUM_SHARED, **default) * config.integer(*names) or None
 
@@ -108,11 +107,7 @@ class Architecture:
     required: tuple[str, ...] = ()
 
     def settings(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the fields of the block's `MoEConfig`.
-
-        Raises:
-            ValueError: a field is missing, malformed or not supported.
-        """
+        """Return the block's `MoEConfig` fields. Raise ValueError if a field is missing, malformed or not supported."""
         config = replace(config, required=self.required)
         sizes = self._sizes(config)
         num_experts, d_ff = self.expert_sizes(config)

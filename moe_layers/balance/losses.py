@@ -304,8 +304,8 @@ def attach_aux_loss(
     warn_without_scale("MoEFeedForward", layer, tokens.device.type)
     counts = layer.router.accumulated_counts
     loss = layer.balance_losses.total(routing, num_tokens=num_tokens, accumulated_counts=counts)
-    # Do not store the loss under a functorch transform outside `torch.compile`: a transform's tensors must not outlive
-    # the transform. Do not store the loss in an exported program either: the program cannot change attributes.
+    # Do not store the loss in two cases. An exported program cannot set attributes. Outside `torch.compile`, tensors of
+    # a functorch transform must not outlive the transform.
     if not torch.compiler.is_exporting() and (torch.compiler.is_compiling() or not functorch_is_active()):
         layer.aux_loss = loss.detach()
     return attach_loss(tokens, loss, layer.aux_loss_scale), loss

@@ -36,7 +36,7 @@ class RoutingStatistics(NamedTuple):
             assignments can make a margin negative.
         max_violation: max / mean - 1 of the experts' numbers of slots before capacities; 0 is perfect balance.
         max_call_violation: `max_violation` of each call, averaged over calls.
-        wasted_rows: number of padding rows in the last tiles of all experts and calls, with tiles of 128 rows.
+        wasted_rows: number of unused rows in each expert's last tile of 128 rows, summed over experts and calls.
         aux_loss: weighted sum of the auxiliary losses, averaged over the forwards with gradients; 0 if there are none.
     """
 
@@ -63,9 +63,8 @@ class RoutingStatistics(NamedTuple):
 class RoutingObserver:
     """Sums statistics over a layer's forwards, without recomputed forwards. Only `read` synchronises the host.
 
-    A selection key is an expert's logit or score plus its bias, or -inf in a group that cannot be selected. A margin is
-    the lowest key of the chosen experts minus the highest key of the other experts. A margin is infinite if all
-    selectable experts or none were chosen. Margins mean little with an assignment.
+    A selection key is an expert's logit or score plus its bias, or -inf in a group that cannot be selected. A token's
+    margin is infinite if all selectable experts or none were chosen. Margins mean little with an assignment.
 
     Args:
         router: the layer's router, on its final device; for a transformers model, the `AttachedRouter`.
@@ -127,8 +126,8 @@ class RoutingObserver:
         """Return the statistics so far, on the CPU. This call synchronises with the GPU.
 
         Args:
-            group: ranks whose statistics are combined. Every rank must call this method. `num_calls` is the sum over
-                ranks. `wasted_rows` assumes that a tile holds tokens of only one rank. Default None: only this rank.
+            group: ranks whose statistics are combined. Every rank in `group` must call `read`. `num_calls` is the sum
+                over ranks. `wasted_rows` assumes that a tile holds tokens of one rank. Default None: only this rank.
         """
         counts, sums, smallest = self._counts, self._sums[:5], self._sums[5:]
         if group is not None:
@@ -182,7 +181,7 @@ def add_forward(
 
 
 def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: int) -> None:
-    """Add a forward to the totals in plain PyTorch and float64. Works on every device, unlike the kernel."""
+    """Add a forward to the totals with PyTorch ops in float64, on any device."""
     logits, keys, choices, kept, token_mask, aux_loss = forward
     num_tokens, num_choices = logits.shape
     is_token = choices.new_ones(num_tokens, dtype=torch.bool) if token_mask is None else token_mask
@@ -200,8 +199,7 @@ def _add_in_plain_pytorch(counts: Tensor, sums: Tensor, forward: RoutedForward, 
     last = torch.where(slots > 0, keys.double(), math.inf).amin(1)
     best = torch.where(slots > 0, -math.inf, keys.double()).amax(1)
     margins = torch.where(last == best, 0.0, last - best)  # [T]; -inf minus -inf would give NaN
-    # Divide the largest number of slots of an expert by the mean, and subtract 1.
-    violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)
+    violation = (chosen.max() * num_choices - chosen.sum()).double() / chosen.sum().clamp(min=1)  # max / mean - 1
     has_loss = violation.new_full((), aux_loss is not None)
     loss = torch.zeros_like(violation) if aux_loss is None else aux_loss.double()
     totals = [torch.where(is_token, values, 0.0).sum() for values in (entropies, margins)]

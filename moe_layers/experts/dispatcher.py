@@ -14,24 +14,17 @@ from .grouped import ExpertRows, GroupedExperts
 
 
 class Pending(NamedTuple):
-    """The outputs of the experts, which may not be complete yet.
-
-    `wait` returns the outputs [T, D] for use on the current stream, without host synchronisation.
-    """
+    """The outputs of the experts, which may not be complete yet."""
 
     offsets: Tensor  # [E] int32: exclusive end row of each expert, for all slots of this rank's tokens
-    wait: Callable[[], Tensor]
+    wait: Callable[[], Tensor]  # returns the outputs [T, D] for the current stream, without host synchronisation
 
 
 class LocalDispatcher:
-    """Sorts the slots by expert and calls the experts once. Slots of experts outside the layer add nothing to outputs.
-
-    Args:
-        first_expert: id of the first expert that the layer holds. Default: 0.
-    """
+    """Sorts the slots by expert and calls the experts once. Slots of experts outside the layer add nothing."""
 
     def __init__(self, first_expert: int = 0):
-        self.first_expert = first_expert
+        self.first_expert = first_expert  # id of the first expert that the layer holds
 
     def run(self, tokens: Tensor, slots: Slots, experts: GroupedExperts) -> Pending:  # tokens [T, D]
         """Dispatch the tokens, compute the experts, and start to combine their outputs."""

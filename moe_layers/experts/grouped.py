@@ -34,16 +34,14 @@ ChunkPlan = Callable[[Tensor, Tensor, ExpertWeights, ExpertAdapters | None], Ten
 
 
 class ExpertRows(NamedTuple):
-    """The input of the experts: tokens, and the position of their slots among the rows.
-
-    This class is a named tuple, because FSDP2 finds the tensors in named tuples.
-    """
+    """The input of the experts: tokens, and the order of their slots when sorted by expert. This class is a named
+    tuple, because FSDP2 finds the tensors in named tuples."""
 
     tokens: Tensor  # [T, D]
     topk_weights: Tensor  # [T, K] float32
     permutation: Permutation | None  # order of the slots; None if a plan is given
     offsets: Tensor | None = None  # [E] int32: exclusive end row of each expert among this rank's sorted slots
-    plan: ChunkPlan | None = None  # None: compute all rows in one call
+    plan: ChunkPlan | None = None  # computes the tokens in chunks; None computes all rows in one call
     route: Any = None  # data with which the dispatcher sends the outputs back
 
 
@@ -105,10 +103,8 @@ class GroupedExperts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float | None = None) -> None:
-        """Draw the weights from a normal distribution (default `std`: `init_std`), and set biases to zero.
-
-        Adapters are reset, too, and then do not change the output.
-        """
+        """Draw the weights from a normal distribution (default `std`: `init_std`), and set biases to zero. Reset the
+        adapters, which then do not change the output."""
         std = self.init_std if std is None else std
         for weight in (self.w_up, self.w_down):
             if isinstance(weight, QuantizedExperts):
@@ -122,11 +118,8 @@ class GroupedExperts(nn.Module):
             adapter.reset_parameters()
 
     def keep(self, experts: range, num_experts: int) -> None:
-        """Keep only the parameters of `experts`. `num_experts` is the number of all experts of the layer.
-
-        Raises:
-            ValueError: `experts` is not a range within the layer's experts, or experts were dropped or sharded before.
-        """
+        """Keep only the parameters of `experts`, a range within the layer's `num_experts` experts. Raise ValueError if
+        `experts` is not such a range, or if experts were dropped or sharded before."""
         if not isinstance(experts, range) or experts.step != 1 or not experts:
             raise ValueError(f"keep_local_experts: experts must be a range(lo, hi) that is not empty, got {experts!r}")
         all_here = len(self.w_up) == num_experts and self.local_share is None
@@ -153,14 +146,14 @@ class GroupedExperts(nn.Module):
         setattr(self.get_submodule(owner), leaf, parameter)
 
     def forward(self, rows: ExpertRows) -> Tensor:  # [T, D]
-        """Compute each token with its experts, and sum the outputs with the token's routing weights."""
+        """Return, for each token, the sum of its experts' outputs, weighted by the token's routing weights."""
         adapters = active_adapters(self.lora, self.local_share)
         self._check(rows, adapters)
         weights = self._weights()
         compute = partial(self._compute, rows, adapters, weights)
         return call_with_autocast_rules(compute, rows.tokens, *weights)
 
-    def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # [T, D]
+    def route_and_compute(self, tokens: Tensor, router: TopKRouter) -> RoutedExperts:  # tokens [T, D]
         """Compute router and experts as one op. Call only if `runs_as_one_op` returned True."""
         parts, w_router = self._weights(), router.weight
         if not any_autocast_is_enabled():

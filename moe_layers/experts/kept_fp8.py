@@ -8,7 +8,8 @@ several elements is missed with a probability of about 2**-32. See `moe_kernels.
 
 Nothing is cached in CUDA graphs, in compiled code and under FSDP. CUDA graphs replay without this code, so changes of
 the weights could be missed. FSDP gathers the weights for each forward, and a cache would hold the whole model. Without
-a cache, the experts' op quantises each weight right before the GEMM that reads the weight.
+a cache, the experts' op quantises each weight right before the GEMM that reads the weight. Functorch transforms, tensor
+subclasses, inference tensors and the reference implementation use no cache, either.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ from moe_kernels.types import ScaledForms
 
 
 class _Kept(NamedTuple):
-    """One weight in e4m3, and references to the parameter and the storage that were quantised.
-
-    The references are weak: they do not keep the weight alive, and never equal a later object at the same address.
-    """
+    """One weight in e4m3, and weak references to the parameter and the storage that were quantised. Weak references do
+    not keep the weight alive, and never equal a later object at the same address."""
 
     parameter: weakref.ref[Tensor]
     storage: StorageWeakRef
@@ -68,9 +67,8 @@ class KeptForms:
         weights: tuple[Tensor, Tensor],  # `parts`, converted to the dtype of the tokens
         implementation: str | None,
     ) -> ScaledForms | None:
-        """Return the current weights in e4m3, or None if nothing may be cached. The experts' op then quantises the
-        weights."""
-        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`. FSDP gathers weights for each forward, so nothing is cached.
+        """Return the e4m3 weights, or None if nothing may be cached. The experts' op then quantises the weights."""
+        # FSDP1 and FSDP2 set `_is_fsdp_managed_module`.
         if torch.compiler.is_compiling() or getattr(module, "_is_fsdp_managed_module", False):
             return None
         if functorch_is_active() or not all(map(_is_plain, (*parts, *weights))):

@@ -28,8 +28,8 @@ def quantize_experts_(module: nn.Module, format: str | WeightFormat) -> None:
     """Quantise the experts' weights of a layer, or of all layers of a model, and freeze them.
 
     Router, biases, shared experts and adapters do not change. The experts' op computes in the dtype of the tokens.
-    Forward and backward are bitwise equal to those of a layer with the dequantised weights. Quantised weights cannot be
-    trained, so train adapters (`add_lora`) instead. If an error is raised, nothing changes.
+    Forward and backward are bitwise equal to those of a layer with the dequantised weights. To train the layer, add
+    adapters by `add_lora`. If an error is raised, nothing changes.
 
     Args:
         format: "fp8" (e4m3, a scale per 128 x 128 block), "mxfp4" (a power-of-two scale per 32 numbers of a row),

@@ -15,9 +15,8 @@ _GATE = RouterSpec(score="sigmoid", normalize=False)  # routing weight = sigmoid
 
 
 class SharedExpert(nn.Module):
-    """Computes `w_down @ activation(w_up @ token)`. `w_up` is [2F, D] (gate rows, then up rows), `w_down` is [D, F].
-
-    If the activation is not gated, `w_up` is [F, D].
+    """Computes `w_down @ activation(w_up @ token)`. `w_down` is [D, F]. `w_up` is [2F, D] (gate rows, then up rows), or
+    [F, D] if the activation is not gated.
 
     Args:
         gate: multiply a token's output by sigmoid(w_gate @ token), with `w_gate` [1, D]. Default: False.

@@ -26,11 +26,8 @@ class QuantizedExperts(nn.Module):
     `values` and `scales` are parameters with the experts as first axis, so that ranks can shard the parameters. If
     no nested block spans two experts, `nested_scales` is a parameter with this axis, too. Other tensors, such as code
     tables, are buffers. All tensors hold their bits as integers, so that `layer.bfloat16()`, mixed precision and
-    collectives do not change the stored bits. `layer.bfloat16()` changes only the attribute `dtype`.
-
-    Args:
-        weight: the stored weight.
-        dtype: the dtype that the layer computes in.
+    collectives do not change the stored bits. `dtype` is the dtype that the layer computes in. `layer.bfloat16()`
+    changes only `dtype`.
 
     Raises:
         ValueError: the format is nf4, and an expert's matrix does not consist of whole blocks.
@@ -80,7 +77,7 @@ class QuantizedExperts(nn.Module):
 
         Args:
             local_share: a function that returns this rank's part of each parameter. Default None: use whole parameters.
-            name: name of this module, for errors.
+            name: name of this module, which starts the names that `local_share` gets. Default: "w".
         """
         tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
         if local_share is not None:
@@ -115,7 +112,7 @@ class QuantizedExperts(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
-        # Refuse a dtype other than that of the held tensor, because copying would convert the integers and change bits.
+        # Refuse a dtype other than that of the held tensor, because copying would convert the integers.
         wrong = []
         for name, dtype in self._stored_dtypes.items():
             held = getattr(self, name).dtype

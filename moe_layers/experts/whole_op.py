@@ -6,8 +6,8 @@ the router's output, and read it unchanged. Other readers make the parts run one
 an observer, a hook on router or experts, or a dispatch mode. If a hook is added or removed between a checkpointed
 forward and its recomputation, the forward and the recomputation save different tensors. PyTorch then raises an error.
 
-The checks run in every call. Modules are read from `_modules`, because reading a module as an attribute costs a call of
-`nn.Module.__getattr__`. The op reads parameters as attributes, because FSDP may replace parameters.
+The checks run in every call. Modules and the experts' weights are read from `_modules` and `_parameters`, because
+reading an attribute costs a call of `nn.Module.__getattr__`. A weight that FSDP has replaced is read as an attribute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether parts and settings allow one op. False if router, experts or dispatcher belong to a subclass."""
+    """Return whether parts and settings allow one op. Subclasses of router, experts or dispatcher do not."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False

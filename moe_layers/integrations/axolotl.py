@@ -1,4 +1,4 @@
-"""Provides an axolotl plugin that computes the experts of the model with this package.
+"""Provides an axolotl plugin that computes the model's experts with this package. This configuration loads the plugin:
 
 plugins:
   - moe_layers.integrations.axolotl.MoELayersPlugin
@@ -40,5 +40,5 @@ class MoELayersPlugin(BasePlugin):
             raise ValueError(f"MoELayersPlugin: it must compute the experts alone, got {others}; remove these settings")
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Enable the model. Raise ValueError if its experts are unsupported, or if their forwards were replaced."""
+        """Enable the model. Raise ValueError if experts are unsupported, or if other code replaced their forwards."""
         _LOG.info("%s", enable_whole("MoELayersPlugin", model))

@@ -13,10 +13,11 @@ from .transformers.experts.replaced_forwards import has_other_forward
 
 
 def enable_whole(owner: str, model: nn.Module) -> EnableReport:
-    """Call `enable` for a model, and return the report. No other kernel may compute the model's experts.
+    """Call `enable` for a model, and return the report. `owner` starts the messages of errors.
 
     Raises:
-        ValueError: a forward of the experts, or of a block around them, was replaced. The model is then not enabled.
+        ValueError: other code replaced a forward of the experts, or of a block around the experts. The model is then
+            not enabled.
     """
     report = enable(model)
     replaced = [

@@ -128,7 +128,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
         directory: the folder, which must be empty or not exist.
         name: name of the repository: lower-case words joined by "-". Default "moe-layers-experts".
         version: version of the kernel on the Hub, at least 1. Default 1.
-        build: also write the built variant, `build/torch-universal`, as the builder does. Default False.
+        build: also write the built variant, `build/torch-universal`, as kernel-builder does. Default False.
 
     Raises:
         ValueError: the folder is not empty, `name` is not lower-case words joined by "-", or `version` is below 1.
@@ -158,7 +158,7 @@ def write_kernel(directory: str | os.PathLike[str], *, name: str = NAME, version
 
 
 def _sources() -> dict[str, str]:
-    """Return a dict: path -> text of the file. recognition.py imports the folder's copy of `moe_kernels`."""
+    """Return path -> text for the kernel's files. recognition.py imports the kernel's own copy of `moe_kernels`."""
     recognition = _RECOGNITION.read_text(encoding="utf-8")
     for old, new in (("from moe_kernels", "from .moe_kernels"), ("from ....checks", "from .moe_kernels.errors")):
         recognition = recognition.replace(old, new)

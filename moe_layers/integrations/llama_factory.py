@@ -1,4 +1,4 @@
-"""Registers the kernel plugin "moe_layers" for the v1 trainers of LLaMA-Factory (USE_V1=1).
+"""Registers the plugin "moe_layers" for LLaMA-Factory's v1 trainers (USE_V1=1). This configuration selects the plugin:
 
 kernel_config:
   name: moe_layers

@@ -38,9 +38,10 @@ check_version("megatron-core", "0.16", "use its own experts")
 class GroupedExperts(MegatronModule):
     """Holds a rank's experts in two parameters, `weight1` [E, 2F or F, H] and `weight2` [E, H, F].
 
-    `weight1` holds the gate rows before the up rows. H is the width of the tokens. With `gradient_accumulation_fusion`,
-    backward adds each weight's gradient to the weight's `main_grad`, in the dtype of `main_grad`. With
-    `delay_wgrad_compute`, backward does not compute the weights' gradients, and `backward_dw` computes them later.
+    `weight1` holds the gate rows before the up rows. H is the width of the tokens, and F that of an expert. With
+    `gradient_accumulation_fusion`, backward adds each weight's gradient to the weight's `main_grad`, in the dtype of
+    `main_grad`. With `delay_wgrad_compute`, backward does not compute the weights' gradients, and `backward_dw`
+    computes them later.
 
     Raises:
         ValueError: the configuration has biases, FP8 or FP4, offloading or recomputation inside the experts, tensor
@@ -158,7 +159,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, experts: GroupedExperts) -> Tensor:
         ctx.save_for_backward(rows, weight, offsets)
-        ctx.experts, ctx.parameter = experts, weight  # saved-tensor hooks may return a tensor without `main_grad`
+        ctx.experts, ctx.parameter = experts, weight  # keep the parameter: saved-tensor hooks may drop `main_grad`
         return grouped_gemm(rows, weight.transpose(1, 2), offsets)
 
     @staticmethod

@@ -3,9 +3,9 @@
     --override.imports moe_layers.integrations.torchtitan.moe
 
 The override `moe` sorts the router's choice and calls one op. The op gathers tokens, computes experts and combines
-their outputs, without saving gathered tokens. With expert parallelism, torchtitan's dispatcher sends the rows, and
-`FusedExperts` computes the rows. The override `grouped_experts` replaces only the experts. torchtitan's own sharding,
-dispatchers, routers and checkpoints remain in use.
+their outputs, without saving gathered tokens. With expert parallelism, torchtitan's dispatcher sends the tokens to the
+ranks of their experts, where `FusedExperts` computes the outputs. The override `grouped_experts` replaces only the
+experts. torchtitan's own sharding, dispatchers, routers and checkpoints remain in use.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class FusedExperts(GroupedExperts):
 
 
 class FusedRoutedExperts(RoutedExperts):
-    """Computes routed experts by one op if `is_local`. Otherwise torchtitan's own forward dispatches the rows."""
+    """Computes the experts by one op if all rows stay on this rank. Otherwise torchtitan's forward sends the rows."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
@@ -127,8 +127,7 @@ def moe(cfg: Any) -> Any:
 
 
 def _experts(cfg: Any) -> Any:
-    """Return the configuration of `FusedExperts`. `w13` is initialised like `w1_EFD` and `w3_EFD`, and sharded like
-    `w1_EFD`."""
+    """Return `FusedExperts`' configuration. `w13` is initialised as `w1_EFD` and `w3_EFD`, and sharded as `w1_EFD`."""
     initial = dict(cfg.param_init or {})
     if "w1_EFD" in initial and "w3_EFD" in initial:
         gate, up = initial.pop("w1_EFD"), initial.pop("w3_EFD")

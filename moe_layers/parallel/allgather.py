@@ -32,9 +32,9 @@ from .rank_dispatcher import (
 class AllGatherDispatcher(RankDispatcher):
     """Gathers all ranks' tokens, computes the slots of local experts, and reduce-scatters the sums of the outputs.
 
-    Sizes of transfers depend on T, not on the routing. Each rank sends its T tokens to P - 1 ranks. With even routing
-    an all-to-all sends T * K * (P - 1) / P tokens instead. If P <= K, an all-gather therefore sends no more tokens than
-    an all-to-all. All ranks must have equally many tokens.
+    All P ranks must have equally many tokens. Each rank sends its T tokens to P - 1 ranks, whatever the routing. With K
+    slots per token and even routing, an all-to-all sends T * K * (P - 1) / P tokens instead. If P <= K, an all-gather
+    therefore sends no more tokens than an all-to-all.
 
     A rank may compute at most `max_rows_factor` times as many rows as its tokens have slots. More rows are an error.
     The T tokens of a rank have T * K slots, or fewer with a capacity or `TokenExpertPairs`. Without a limit, the host
@@ -65,7 +65,7 @@ class AllGatherDispatcher(RankDispatcher):
         return Pending(rows.offsets, arrive)
 
     def _count_rows(self, chunks: Sequence[Chunk], experts: ExpertsOfRank) -> tuple[list[int] | None, list[Tensor]]:
-        """Return each chunk's row limit, or None without limits. Also return offsets [E] of each chunk's sorted slots.
+        """Return each chunk's row limit (None without `max_rows_factor`), and offsets [E] of each chunk's sorted slots.
 
         Fail by `check_on_device` if T, K, bytes per token or needed gradients differ between ranks, or if any rank has
         more rows than its limit."""
@@ -77,7 +77,7 @@ class AllGatherDispatcher(RankDispatcher):
             bounds = [self._bound(slots, self.max_rows_factor) for _, slots in chunks]
             own += [offsets[0].new_full((1,), bound) for bound in bounds]
             zeros = offsets[0].new_zeros(len(offsets), 1)
-            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # numbers of slots, [chunks * E]
+            own.append(torch.diff(torch.stack(offsets), prepend=zeros).flatten())  # [chunks * E]: slots per expert
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1)
         sizes = numbers[:, :num_sizes]
         message = f"{self.name}: to gather tokens, all ranks must have equally many tokens and slots, "
@@ -91,8 +91,7 @@ class AllGatherDispatcher(RankDispatcher):
         return bounds, offsets
 
     def _bound(self, slots: Slots, factor: float) -> int:
-        """Return the limit on a chunk's computed rows. The limit is at most the number of all ranks' slots, so that the
-        limit fits int32."""
+        """Return a chunk's row limit: at most the number of all ranks' slots, so that the limit fits int32."""
         return min(math.ceil(factor * self.num_slots(slots)), self.ranks.size * slots.topk_experts.numel())
 
     def _check_bounds(
@@ -113,10 +112,10 @@ class AllGatherDispatcher(RankDispatcher):
 
 
 class PaddedAllGatherDispatcher(AllGatherDispatcher):
-    """Gathers the tokens of all ranks. Ranks may have different numbers of tokens.
+    """Works like `AllGatherDispatcher` without `max_rows_factor`, but ranks may have different numbers of tokens.
 
-    Otherwise equal to `AllGatherDispatcher` without `max_rows_factor`. Ranks with fewer tokens than the maximum send
-    padding. The host synchronises to read the maximum number of tokens before any token is sent.
+    Ranks with fewer tokens than the maximum send padding. The host synchronises to read the maximum number of tokens
+    before any token is sent.
     """
 
     def pending(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> Iterator[Pending]:
@@ -132,7 +131,6 @@ class PaddedAllGatherDispatcher(AllGatherDispatcher):
         (chunk,) = split(tokens, slots, [len(tokens)])
         sizes = len(tokens), *_agreed(*chunk, experts)
         own = [slots.topk_experts.new_full((1,), size) for size in sizes]
-        # This `tolist` synchronises the host.
         numbers = wait(self.ranks.all_gather(torch.cat(own))).view(self.ranks.size, -1).tolist()
         if len({tuple(agreed) for _, *agreed in numbers}) > 1:
             raise ValueError(
@@ -169,7 +167,7 @@ def local_permutations(
         return [sort(choice, max_rows=max(bound, 1)) for choice, bound in zip(choices, bounds, strict=True)]
     permutations = list(map(sort, choices))
     counts = torch.stack([permutation.offsets[-1] for permutation in permutations]).tolist()
-    # Cut off the rows after `count`, because they hold no slots of local experts.
+    # Cut off the rows from `count` on, because these rows hold no slots of local experts.
     return [
         permutation._replace(row_to_token=permutation.row_to_token[: max(count, 1)])
         for permutation, count in zip(permutations, counts, strict=True)

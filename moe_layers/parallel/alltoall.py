@@ -21,8 +21,8 @@ from .rank_dispatcher import GRADIENTS, Chunk, ExpertsOfRank, RankDispatcher, gr
 class _Route(NamedTuple):
     """Layout of one chunk's buffers: a send buffer of S rows, and a receive buffer of R rows."""
 
-    slot_to_row: Tensor  # [T, K] int32; -1 for a slot that is not sent
-    row_to_slot: Tensor  # [S] int32
+    slot_to_row: Tensor  # [T, K] int32: a slot's row in the send buffer; -1 for a slot that is not sent
+    row_to_slot: Tensor  # [S] int32: the slot of each row in the send buffer
     sent: list[int]  # number of rows sent to each rank
     received: list[int]  # number of rows received from each rank
     experts: Tensor  # [R] int32: local expert index; E / P for a padding row
@@ -153,7 +153,7 @@ def _bounded_route(chunk: _Outgoing, arriving: Tensor, implementation: str | Non
     """Return a route whose send buffer and receive buffer have `capacity` rows for each rank."""
     num_ranks, capacity, choices = len(arriving), chunk.capacity, chunk.slots.topk_experts
     assert capacity is not None
-    ends = chunk.counts.sum(1).cumsum(0)  # [P], end of each rank's rows in expert order
+    ends = chunk.counts.sum(1).cumsum(0)  # [P]: end of the slots for each rank, among the slots sorted by expert
     starts = ends - chunk.counts.sum(1)
     place = torch.arange(capacity, device=ends.device)
     row = (starts[:, None] + place).flatten().clamp(max=max(choices.numel() - 1, 0))

@@ -79,10 +79,11 @@ class ExpertParallel(ParallelStyle):
     Raises:
         NotImplementedError: "overlapped" is used with `weight_on_input`, `recompute`, `batch_invariant`, a `precision`
             or quantised weights. The error is raised when the plan is applied, or when the layer is called.
-        ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive or
-            `reserved_sms` negative. When applied: the module has no experts, the mesh has several dimensions, its size
-            does not divide the number of experts, or the experts are sharded already. When called: a plain tensor has
-            replaced a parameter of the experts, or ranks need different gradients (on GPUs an assertion may fail).
+        ValueError: the dispatcher is unknown, `max_rows_factor` is less than 1, `chunks` is not positive, or
+            `reserved_sms` is negative. When the plan is applied: the module has no experts, the experts are sharded
+            already, the mesh has several dimensions, or the mesh's size does not divide the number of experts. When the
+            layer is called: a plain tensor has replaced a parameter of the experts, or ranks need different gradients
+            (on GPUs an assertion may fail instead).
     """
 
     def __init__(
@@ -204,11 +205,8 @@ def as_shard(part: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def expert_share(op: str, mesh: DeviceMesh, num_experts: int) -> range:
-    """Return the experts that this rank holds.
-
-    Raises:
-        ValueError: the mesh has several dimensions or lacks this rank, or its size does not divide `num_experts`.
-    """
+    """Return the experts that this rank holds. Raise ValueError if the mesh has several dimensions or lacks this rank,
+    or if the mesh's size does not divide `num_experts`."""
     if mesh.ndim != 1:
         raise ValueError(
             f'{op}: the mesh must have one dimension, as mesh["ep"] has, got {mesh.mesh_dim_names} {list(mesh.shape)}'

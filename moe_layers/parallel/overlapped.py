@@ -125,9 +125,8 @@ class _Plan:
         return out
 
     def columns(self, part: int, tokens: Tensor) -> list[slice]:
-        """Return the column slices in which a chunk's output is sent.
-
-        Only the last chunk is split, because no later computation can hide the transfer of its whole output."""
+        """Return the column slices in which a chunk's output is sent. Only the last chunk's output is split, because no
+        later computation can hide the transfer of that output as a whole."""
         if part < len(self.lengths) - 1:
             return [slice(None)]
         d_model = tokens.shape[1]
@@ -135,8 +134,8 @@ class _Plan:
         return [slice(start, start + width) for start in range(0, d_model, width)]
 
     def begin(self, tokens: Tensor, topk_weights: Tensor) -> None:
-        """Reserve memory that suffices in forward and in backward. If backward had to reserve a larger allocation, the
-        allocation of the forward would never be freed."""
+        """Reserve memory that suffices for forward and for backward. If backward reserved a larger allocation, the
+        forward's allocation would never be freed."""
         parts = *topk_weights.split(self.lengths), *tokens.split(self.lengths)
         self.transport.begin(tokens.nbytes, *(self.ranks.size * part.nbytes for part in parts))
 
@@ -156,7 +155,7 @@ class _Plan:
         return topk_weights, choices, permutations
 
     def whole(self, choices: list[Tensor], parts: list[Permutation]) -> Permutation:
-        """Concatenate the slots of all chunks, and return one permutation of them."""
+        """Return one permutation of the slots of all chunks, in the order of the chunks."""
         if len(parts) == 1:
             return parts[0]
         num_rows = sum(len(part.row_to_token) for part in parts)
@@ -245,6 +244,6 @@ def _permutation(*integers: Tensor, block_rows: int) -> Permutation:
 
 
 def _arrive(scatterings: list[Scattering], out: Tensor | None, lengths: list[int]) -> None:
-    """Wait for each transfer, and write its result to its part of `out`."""
+    """Wait for each chunk's transfer, and write the result to the chunk's part of `out`."""
     for scattering, part in zip(scatterings, () if out is None else out.split(lengths), strict=True):
         scattering(part)

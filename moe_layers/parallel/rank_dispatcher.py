@@ -72,7 +72,7 @@ class RankDispatcher(ABC):
 
     @disable_dynamo
     def run(self, tokens: Tensor, slots: Slots, experts: ExpertsOfRank) -> PendingChunks:  # tokens [T, D]
-        """Dispatch each chunk, compute the experts, and start to combine their outputs."""
+        """Send all tokens, and compute the experts chunk by chunk. Return the outputs, which may still be in flight."""
         tokens = scale_gradient(tokens, 1 / self.gradient_scale)
         slots = slots._replace(topk_weights=scale_gradient(slots.topk_weights, 1 / self.gradient_scale))
         return PendingChunks(list(self.pending(tokens, slots, experts)), len(tokens), self.gradient_scale)
@@ -102,7 +102,7 @@ class RankDispatcher(ABC):
 
 
 def packing_of(tokens: Tensor, experts: ExpertsOfRank) -> Packing | None:
-    """Return the conversion of tokens to e4m3 with scales for sending, or None if the experts do not multiply e4m3."""
+    """Return the conversion with which tokens are sent as e4m3 and scales, or None if `experts.precision` is None."""
     if experts.precision is None:
         return None
     pack = partial(pack_rows, implementation=experts.implementation)

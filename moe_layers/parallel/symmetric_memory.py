@@ -43,8 +43,8 @@ Scattering = Callable[[Tensor], object]
 
 
 class Transport(ABC):
-    """Base of the transports. Every rank must start the same operations in the same order. Tensors are contiguous, and
-    have the same shape on all ranks."""
+    """Base class of the two transports. Every rank must start the same operations in the same order. Tensors are
+    contiguous, and have the same shape on all ranks."""
 
     @abstractmethod
     def begin(self, *sizes: int) -> None:
@@ -81,7 +81,7 @@ class CollectiveTransport(Transport):
 
 class PeerCopies(Transport):
     """Transport through memory that all GPUs of the group map. A gather reads from the other ranks. A scatter writes
-    each share to the rank that sums the share. Sums are float32.
+    each share to the rank that sums the share. Sums accumulate in float32.
 
     The copies run on a separate stream. A barrier starts each gather, and another barrier ends each operation. The
     barriers keep a rank from reading memory too early, and from overwriting memory that another rank still reads. Calls
@@ -133,8 +133,8 @@ class PeerCopies(Transport):
         self._used_bytes = 0
         self.num_begun += 1
         self.all_have_begun = False
-        # Wait only if no stream has waited for the last operation yet, because the capture of a CUDA graph must not
-        # wait for work from before the capture.
+        # Skip the wait if a stream has already waited for the last operation. While a CUDA graph is captured, a stream
+        # must not wait for work from before the capture.
         if self._last is not None:
             self.wait(self._last)
         self.under_way.clear()

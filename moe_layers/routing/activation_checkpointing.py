@@ -19,7 +19,7 @@ SAC_IGNORED_OPS.update((_profiler._record_function_enter_new.default, _profiler.
 
 
 def save_routing() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return contexts for a checkpointed region, whose recomputation then reuses the experts that the forward chose.
+    """Return two contexts for a checkpointed region: the recomputation then reuses the experts that the forward chose.
 
         checkpoint(block, x, use_reentrant=False, context_fn=save_routing)
 

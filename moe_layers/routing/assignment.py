@@ -64,10 +64,8 @@ class Assignment(ABC):
 
 @dataclass(frozen=True)
 class RoundRobinAssignment(Assignment):
-    """Assigns the experts in turn, for benchmarks. The experts' numbers of slots differ by at most one.
-
-    A token's experts depend only on the number of earlier tokens. The router computes the weights.
-    """
+    """Assigns the experts in turn, for benchmarks. The experts' numbers of slots differ by at most one. A token's
+    experts depend only on the number of earlier tokens. The router computes the weights."""
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
         return top_k
@@ -97,11 +95,10 @@ class TokenExpertPairs(NamedTuple):
 def slots_of_pairs(
     pairs: TokenExpertPairs, num_tokens: int, max_experts_per_token: int
 ) -> tuple[Tensor, Tensor]:  # experts [T, K'] int32, weights [T, K']
-    """Return each token's experts and weights in the order of the pairs, padded with -1 and 0. Gradients flow to the
-    weights.
+    """Return each token's experts and weights in the order of the pairs, padded with -1 and 0.
 
-    To sort the slots to P rows instead of T * K', pass `max_rows=P` to `sort_by_expert`. The result is deterministic,
-    and the host does not synchronise.
+    Gradients flow to the weights. The result is deterministic, and the host does not synchronise. To sort the slots to
+    P rows instead of T * K', pass `max_rows=P` to `sort_by_expert`.
 
     Args:
         max_experts_per_token: K', the maximum number of pairs of a token. Further pairs of the token are ignored.

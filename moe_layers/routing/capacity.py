@@ -48,8 +48,7 @@ class CapacityFactor:
 
 
 def positive_ratio(owner: str, factor: float) -> tuple[int, int]:
-    """Return the factor's decimal digits as an integer ratio: 1.1 becomes 11 / 10. Raise ValueError unless the
-    factor is positive."""
+    """Return the factor's decimal digits as an integer ratio: 1.1 gives (11, 10). Raise ValueError unless positive."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         raise ValueError(f"{owner}: factor must be a positive number, got {factor!r}")
     return Fraction(str(factor)).as_integer_ratio()
@@ -64,10 +63,8 @@ def even_share(ratio: tuple[int, int], num_slots: int, num_experts: int) -> int:
 def drop_beyond_capacity(
     slots: Slots, sequence_length: int, top_k: int, capacity: int | CapacityFactor | None
 ) -> Slots:
-    """Return the slots, with -1 wherever an expert already has `capacity` slots in the same sequence.
-
-    Slots that are already -1 use no capacity.
-    """
+    """Return the slots, with -1 wherever an expert already has `capacity` slots in the same sequence. Slots that are -1
+    in the input use no capacity."""
     num_slots, num_experts = slots.topk_experts.numel(), slots.logits.shape[1]
     if capacity is None or not num_slots:
         return slots
@@ -92,7 +89,7 @@ def _rank_among_equals(
 ) -> Tensor:  # [N] int64
     """Return each element's rank, from 0, among the elements of equal key. Elements of higher priority come first. On
     ties, or without priorities, earlier elements come first."""
-    # Rank by stable sorts only, because `save_routing` keeps their results for recomputations. `ordered`: sorted keys.
+    # Rank by stable sorts only, because `save_routing` keeps sorts for recomputations. `ordered` holds the sorted keys.
     first = None if priority is None else priority.sort(descending=True, stable=True).indices
     ordered, order = (keys if first is None else keys[first]).sort(stable=True)
     order = order if first is None else first[order]

@@ -64,7 +64,7 @@ class ExpertChoice(_AcrossTokens):
     expert takes. The scores are the router's, such as a softmax over the experts. On ties the first token wins. NaN
     counts as the highest score. A selection bias is ignored, because a bias would not change an expert's order of
     tokens. Weights follow the router's rule, applied to the experts that took the token. For the paper's weights, which
-    are the plain scores, set `normalize=False`.
+    are the plain scores, set the router's `normalize=False`.
 
     Forward and backward allocate ceil(factor * T * top_k / num_experts) rows per expert, at most T. Choice and
     weights are [T, E], and the weights are saved for backward.

@@ -20,11 +20,8 @@ class ReplayedChoice(NamedTuple):
 
 
 class AttachedRouter(Protocol):
-    """A router of another library whose routing this package reads and changes.
-
-    `balance`, `whole_models` and `RoutingReplay` use these members. A member of this package's own layers with the same
-    name has the same meaning.
-    """
+    """A router of another library whose routing this package reads and changes. Members without a comment have the
+    meaning of the members of the same name in `MoEFeedForward` or `TopKRouter`."""
 
     name: str  # name of the router in its model
     num_experts: int
@@ -58,9 +55,10 @@ class AttachedRouter(Protocol):
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # the experts' implementation, and their w_up
 
-    # Within the context, each forward of the router calls `add` with its choice, [T, K] int32.
+    # Within the context, each forward of the router passes the chosen experts, [T, K] int32, to `add`.
     def captures(self, add: Callable[[Tensor], None]) -> AbstractContextManager[None]: ...
 
+    # Within the context, `choose(T, K)` replaces the router's choice in each forward.
     def replays(self, choose: Callable[[int, int], ReplayedChoice]) -> AbstractContextManager[None]: ...
 
 
@@ -68,15 +66,13 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 
 
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
-    """Register a function that finds another library's routers. `find(model)` maps each layer's name to its router.
-
-    An integration calls this function when imported, because this folder must not import integrations.
-    """
+    """Register a function that returns the routers of another library in a model, by layer name. An integration
+    registers its function when imported, because this folder must not import integrations."""
     _FINDERS.append(find)
 
 
 def attached_routers(model: nn.Module) -> dict[str, AttachedRouter]:
-    """Return a dictionary from layer name to router, with the model's routers that other libraries define."""
+    """Return the model's routers that other libraries define, by layer name."""
     return {name: router for find in _FINDERS for name, router in find(model).items()}
 
 
@@ -87,6 +83,6 @@ def check_found(op: str, found: Collection[object]) -> None:
 
 
 def model_routers(model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    """Return a dictionary of a model's routers. Keys are module names, and for attached routers layer names."""
+    """Return all routers of a model: own routers by module name, and attached routers by layer name."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
     return own | attached_routers(model)

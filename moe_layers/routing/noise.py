@@ -13,9 +13,8 @@ from moe_kernels import RouterSpec, topk_routing
 
 @dataclass(frozen=True)
 class RouterNoise:
-    """Noise that a router adds in training mode only, drawn from PyTorch's generator of the device.
-
-    A recomputation draws the same numbers if checkpointing preserves the generator's state, which is the default.
+    """Noise that a router adds in training mode only, drawn from PyTorch's generator of the device. A recomputation
+    draws the same numbers if checkpointing preserves the generator's state, which is the default.
 
     Args:
         input_jitter: multiplies each element of the router's input by an independent uniform number from

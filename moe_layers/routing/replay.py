@@ -33,8 +33,8 @@ class RoutingReplay:
     those scores as if the router had chosen these experts: see `moe_kernels.routing_weights`.
 
     `choices` maps each router's name in its model to one [T, K] int32 tensor per forward. The tensor holds the
-    choice before padding and capacities, which are applied again on replay. `choices` can be filled by hand, sent or
-    saved like any tensors. `from_rollouts` makes a record from the arrays of an inference engine.
+    choice before padding and capacities are applied. Replay applies both again. The caller may fill, send or save
+    `choices`. `from_rollouts` makes a record from the arrays of an inference engine.
 
     The model may also be a transformers model that was given to `enable`. The keys are then the names of the blocks
     that hold the routers, and the router's own code weighs the replayed experts. In a transformers model, a token with
@@ -205,7 +205,7 @@ class _Replay:
 
 
 def _prepare(replays: list[_Replay]) -> None:
-    """Convert all choices to the devices and dtypes of their routers, with few ops for all layers together."""
+    """Convert all choices to their routers' devices and dtypes. Choices of equal shape and device share the ops."""
     alike: dict[Any, list[tuple[_Replay, int]]] = defaultdict(list)
     for replay in replays:
         router, is_attached = replay.router, not isinstance(replay.router, TopKRouter)
@@ -308,7 +308,7 @@ def _layers_of(model: nn.Module, names: list[str], num_layers: int) -> list[int]
 def _positions(
     arrays: list[Tensor], attention_mask: Tensor | None, lengths: Sequence[int] | None
 ) -> tuple[list[Tensor], int]:
-    """Return the batch indices of each array's tokens, and the number of tokens in the batch."""
+    """Return the indices of each array's tokens in the flattened batch, and the batch's number of tokens."""
     if attention_mask is not None and lengths is not None:
         raise ValueError("RoutingReplay.from_rollouts: one of attention_mask and lengths must be None, got both")
     if attention_mask is not None:

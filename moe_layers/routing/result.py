@@ -13,9 +13,8 @@ from ..input import TokenInfo
 
 
 class LayerRouting(NamedTuple):
-    """The router's decision in one forward of a layer. T counts the tokens over all leading axes of the input.
-
-    A token chooses experts. An expert gets the tokens that chose it, up to its capacity. Padding chooses no expert.
+    """The router's decision in one forward of a layer. T counts the tokens over all leading axes of the input. A token
+    chooses experts. An expert gets the tokens that chose it, up to its capacity. Padding chooses no expert.
 
     Attributes:
         topk_experts: [T, K] int32; -1 for a slot beyond an expert's capacity or of a padding token.
@@ -117,7 +116,7 @@ def layer_routing(
 def differences(
     offsets: Tensor,  # [E]
 ) -> Tensor:  # [E]
-    """Return the number of rows of each expert."""
+    """Return the number of rows of each expert, given the exclusive end rows."""
     return torch.diff(offsets, prepend=offsets.new_zeros(1))
 
 

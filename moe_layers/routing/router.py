@@ -40,7 +40,7 @@ class TopKRouter(nn.Module):
             Mixtral and Qwen3. `weight_on_input` concerns the experts, not the router.
         assignment: an `Assignment` that replaces the top-k choice, or a function for `CustomAssignment`. Default: None.
         noise: noise in training mode. Default: None.
-        batch_invariant: a token's result and gradient do not depend on the other tokens, bit for bit. Default: False.
+        batch_invariant: whether a token's result and gradient are bitwise independent of other tokens. Default: False.
         init_std: standard deviation of the weight at initialisation. Default: 0.02.
         implementation: "triton", "reference", or None (default) to choose by device.
 

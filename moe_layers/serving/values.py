@@ -180,11 +180,8 @@ def peft_class(module: nn.Module) -> str | None:
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
-    """Return the module inside a PEFT wrapper, and a dict: name of the adapted weight -> active adapters.
-
-    Raises:
-        ValueError: the wrapper does more than add plain LoRA to a weight.
-    """
+    """Return the module inside a PEFT wrapper, and the active adapters by the adapted weight's name. Raise ValueError
+    if the wrapper does more than add plain LoRA to a weight."""
     kind = peft_class(module)
     if hasattr(module, "original_module"):
         if kind != "ModulesToSaveWrapper":

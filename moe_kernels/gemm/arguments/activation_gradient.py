@@ -16,7 +16,7 @@ COLUMNS = 128  # number of columns that each element of `row_sums` sums
 
 @dataclass(eq=False)
 class ActivationGradientArguments(RowArguments):
-    """Arguments of a GEMM in the expert op's backward whose epilogue computes the activation's gradient. For every
+    """Arguments of a GEMM whose epilogue computes the activation's gradient in the expert op's backward. For every
     group g with the rows start:end, dA' is A[start:end] @ B[g], rounded to A's dtype. The results are:
 
         out = row_weights * dA' * activation'(preactivation)       weighted = row_weights * activation(preactivation)

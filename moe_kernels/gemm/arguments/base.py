@@ -63,8 +63,7 @@ _PLAIN_TENSORS = frozenset((Tensor, Parameter, type(None)))
 
 
 class Arguments(abc.ABC):
-    """Base of the argument classes. The base class returns the operands by name and makes the checks that all kernels
-    share."""
+    """Base of the argument classes, with the checks that all kernels share."""
 
     A: Tensor
     out: Tensor
@@ -100,8 +99,8 @@ class Arguments(abc.ABC):
         return self.shape_error()
 
     def table_error(self) -> str | None:
-        """Return why the tile table does not fit, or None if it fits or is absent. `error` does not read the table,
-        because arguments with equal `selection_key` may have different tables."""
+        """Return why the tile table does not fit, or None if it fits or is absent. `error` does not check the table,
+        because selection calls `error` once per `selection_key`, and arguments with equal keys may differ in tables."""
         if (table := self.tile_table) is None:
             return None
         num_groups = self._num_table_groups()
@@ -125,8 +124,8 @@ class Arguments(abc.ABC):
 
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
-        """Return all properties that decide whether and how fast kernels run. Arguments with equal keys get the same
-        kernel. Most classes round the number of rows up to a power of two. Zero rows have a separate key."""
+        """Return all properties that decide which kernels can run and which is fastest. Arguments with equal keys get
+        the same kernel. Most classes round the number of rows up to a power of two. Zero rows have a separate key."""
 
     @abc.abstractmethod
     def table_key(self) -> str:
@@ -204,7 +203,7 @@ class RowArguments(Arguments):
         return sized_key(form, self.A.dtype, *self.B.shape, num_rows=self.num_rows)
 
     def _row_error(self) -> str | None:
-        """Return the error in A, B, out's number of axes, offsets or row_to_token, or None if there is no error."""
+        """Return the error in A, B, offsets, row_to_token or the number of axes of out, or None if there is none."""
         if error := self._expect_rank("A", 2) or self._expect_rank("B", 3) or self._expect_rank("out", 2):
             return error
         (num_a_rows, depth), (num_groups, _, num_columns), num_rows = self.A.shape, self.B.shape, self.out.shape[0]

@@ -13,9 +13,9 @@ from ...runtime.triton import cdiv
 from ...types import TileTable
 from .base import RowArguments
 
-# A GEMM with this many columns or more reads a copy of the rows instead of gathering them. The copy saves about a tenth
-# of the GEMM's time. The time of the copy itself does not depend on the number of columns. With 2048 columns on an
-# H200, the copy takes as much time as the GEMM saves.
+# If `out` has at least this many columns, the GEMM reads a copy of the rows instead of gathering rows. Reading a copy
+# saves about a tenth of the GEMM's time. The time to make the copy does not depend on the number of columns, and equals
+# the saving at 2048 columns on an H200.
 COLUMNS_WORTH_A_COPY = 4096
 
 

@@ -41,7 +41,7 @@ class DecodingGemmArguments(Arguments):
 
     A: Tensor  # [R, K]; [T, K] with row_to_token
     out: Tensor  # [R, N]
-    values: Tensor  # the nine fields `values` to `transposed` describe `B`
+    values: Tensor  # the fields `values` to `nested_offset` are those of `QuantizedWeight`
     scales: Tensor
     format: WeightFormat
     shape: torch.Size  # [G, out, in]

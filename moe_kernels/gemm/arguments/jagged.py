@@ -28,7 +28,7 @@ class JaggedGemmArguments(Arguments):
     out: Tensor  # [R, N]
     group_offsets: Tensor  # [G + 1] int32 or int64
     accumulator_type: torch.dtype = torch.float32
-    tile_table: TileTable | None = None  # `make_jagged_table(..., out=out)` makes it and zeroes rows outside all groups
+    tile_table: TileTable | None = None  # from `make_jagged_table(..., out=out)`, which zeroes rows outside all groups
     epilogue: str | None = None  # always None: no kernel applies an epilogue
 
     def shape_error(self) -> str | None:

@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
 
 class ProblemTable(NamedTuple):
-    """Problems and tiles, as kernels read them. The table holds addresses, so the tensors must outlive the table."""
+    """Problems and tiles, as kernels read them. The table holds the matrices' addresses, so keep the matrices alive."""
 
     problems: Tensor  # [G, NUM_FIELDS] int64: row g holds the fields of problem g, listed at NUM_FIELDS
     tile_to_problem: Tensor  # [tiles] int32: index of each tile's problem
@@ -109,8 +109,8 @@ class GroupedGemmListArguments(Arguments):
 
     @property
     def operands(self) -> dict[str, Tensor]:
-        """Return the operands of the first problem with a nonempty output, or of the first problem if all outputs are
-        empty. All valid problems have the same dtypes and the same device."""
+        """Return the operands of the first problem with a nonempty output, or of problem 0 if all outputs are empty.
+        All valid problems have the same dtypes and the same device."""
         lists = self.A_list, self.B_list, self.out_list
         # Do not raise here for lists of different lengths, because `shape_error` reports them.
         filled = (problem for problem in zip(*lists, strict=False) if problem[2].numel())
@@ -146,8 +146,8 @@ class GroupedGemmListArguments(Arguments):
 
     @functools.cached_property
     def survey(self) -> Survey:
-        """Return the properties of all problems, collected in one loop. This loop is the main CPU cost of a call. Read
-        this property only if `error` returns None."""
+        """Return the properties of all problems. Collecting these properties is the main CPU cost of a call. Read
+        `survey` only if `error` returns None."""
         problems, num_filled, by_columns, depths = [], 0, set(), set()
         address_bits = size_bits = area = work = largest_m = largest_n = largest_k = 0
         separate, item, out_item = True, self.A.element_size(), self.out_list[0].element_size()
@@ -178,8 +178,7 @@ class GroupedGemmListArguments(Arguments):
         )
 
     def selection_key(self) -> tuple[Any, ...]:
-        """Return a cache key: the properties that decide whether and how fast kernels run, with sizes rounded up to
-        powers of two. Call only if `error` returns None."""
+        """Return the selection key, with sizes rounded up to powers of two. Call only if `error` returns None."""
         s = self.survey
         static = s.layouts, s.aligned, s.whole, s.separate, 0 in s.depths
         return self.A.dtype, self.out_list[0].dtype, self.A.device, self.epilogue, static, self._size_class()

@@ -1,4 +1,4 @@
-"""The GEMM kernels, one file per design. The file of a design ends with the tuple of its kernel objects."""
+"""The GEMM kernels, one file per design. Each file ends with a tuple of the design's kernel objects."""
 
 from .batched import BATCHED_KERNELS
 from .hopper.gated_gradient import WARP_SPECIALIZED_GRADIENT_KERNELS

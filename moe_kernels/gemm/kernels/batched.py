@@ -1,7 +1,7 @@
 """Batched GEMM by grouped GEMM kernels. Each matrix of the batch is one group of M rows.
 
-A and out, [L, M, columns] each, store their matrices one after another and are viewed as [L * M, columns]. The tile
-table is made from sizes that the host knows. If B has no batch axis, all rows form one group.
+A [L, M, K] and out [L, M, N] must store their matrices one after another, and are viewed as [L * M, K] and [L * M, N].
+The tile table is made from group sizes that the host knows. If B has no batch axis, all rows form one group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Base classes of kernels, which check arguments and make the tile tables that kernels read on the device."""
+"""Base classes, which check a kernel's arguments and make the tile tables that kernels read on the device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-# Cost of reading one byte of B, in multiplications. The cost is about half of a GPU's ratio of tensor-core
-# multiplications/s to memory bytes/s. From A100 to B200, this ratio is about 100.
+# Cost of reading one byte of B, in multiplications. While a GPU (A100 to B200) reads one byte from memory, the tensor
+# cores can do about 100 multiplications. The cost is half of this number.
 _MULTIPLICATIONS_PER_BYTE = 50
 _BOUNDS_BLOCK = 128  # number of rows per tile in tables for weight-gradient kernels, which do not read the tiles
 
@@ -29,15 +29,15 @@ class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group for one index along K, as a number of multiplications. This cost is the larger
-        of the cost of multiplying and the cost of reading B."""
+        """Return the cost of one group for one index along K, in multiplications: the larger of the costs of
+        multiplying and of reading B."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
     def tile_table(self, args: RowArguments, memory: Tensor | None = None) -> TileTable:
-        """Return the tile table in `args` if it has this kernel's tile height. Otherwise return a new table."""
+        """Return the tile table in `args` if its tiles have this kernel's height. Otherwise return a new table."""
         if self._has_table(args):
             return args.tile_table
         offsets = args.offsets
@@ -48,7 +48,7 @@ class RowTileKernel(Kernel):
 
     @property
     def _table_rows(self) -> int:
-        """Return the tile height of tables that the kernel makes."""
+        """Return the number of rows per tile in the tables that this kernel makes."""
         return self.metadata.design.tile_shape[0]
 
     def _has_table(self, args: RowArguments) -> bool:
@@ -113,10 +113,9 @@ class GroupedGemmKernel(RowTileKernel):
 
 
 class WrappedGroupedGemm(Kernel):
-    """Base of kernels that compute a product other than a grouped GEMM, by running a grouped GEMM kernel with a
-    suitable tile table."""
+    """Base of kernels for other products, which a grouped GEMM kernel computes with a suitable tile table."""
 
-    form: str  # name of the kind of product; replaces "grouped_gemm" in the kernel's name
+    form: str  # name of the product, such as "jagged_gemm"; replaces "grouped_gemm" in the kernel's name
 
     def __init__(self, grouped: GroupedGemmKernel):
         name = grouped.metadata.kernel_name.replace("grouped_gemm", self.form)
@@ -151,7 +150,7 @@ class WgradKernel(Kernel):
         return padded(*args.out.shape[1:], self.metadata.design)
 
     def tile_table(self, args: WgradArguments, memory: Tensor | None = None) -> TileTable:
-        """Return `args.tile_table`, or else a new table. Kernels use its `bounds`, `order` and `num_tiles` counters."""
+        """Return `args.tile_table`, or else a new table. Kernels use only `bounds`, `order` and the pace counters."""
         if args.tile_table is None:
             return _table(args.offsets, args.num_rows, _BOUNDS_BLOCK, memory)
         return args.tile_table
@@ -176,8 +175,8 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Return whether the operands meet TMA's limits. Only designs with TMA have these limits: fewer than 2**30 rows, no
-    empty operand, and gathered rows whose length is a multiple of 16 bytes."""
+    """Return whether the operands meet TMA's limits, which only designs with TMA have. The limits are fewer than 2**30
+    rows, no empty operand, and gathered rows whose length is a multiple of 16 bytes."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:

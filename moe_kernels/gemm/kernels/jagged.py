@@ -73,10 +73,8 @@ def make_jagged_table(
     out: Tensor | None = None,  # [R, N]: rows before the first offset and from the last offset on are zeroed
     memory: Tensor | None = None,  # [tile_table_bytes] uint8 for the table; None allocates
 ) -> TileTable:
-    """Return the table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
-
-    Offsets that decrease or leave [0, num_rows] are clamped.
-    """
+    """Return the tile table of a grouped GEMM over packed rows, made by one launch without a host synchronisation.
+    Offsets that decrease or leave [0, num_rows] are clamped."""
     num_groups = len(group_offsets) - 1
     if num_groups > MAX_GROUPS:
         raise NotImplementedError(f"jagged table: at most {MAX_GROUPS} groups, got {num_groups}")
@@ -171,8 +169,8 @@ JAGGED_KERNELS = tuple(map(JaggedGemm, plain_products(*WARP_SPECIALIZED_KERNELS,
 
 
 def _float32_out(kernel: Kernel) -> Kernel:
-    """Return a copy of `kernel` that writes float32. The kernel computes one float32 gradient of B for each part of the
-    rows. The sum of these gradients is then rounded."""
+    """Return a copy of `kernel` that writes float32. The backward of `jagged_gemm` computes a float32 gradient of B for
+    each part of the rows, and rounds only the sum of these gradients."""
     operands = kernel.metadata.operands
     operands = WgradOperands(operands.A, operands.dout, dataclasses.replace(operands.out, dtype=torch.float32))
     name = f"{kernel.metadata.kernel_name}_out_float32"
@@ -180,7 +178,7 @@ def _float32_out(kernel: Kernel) -> Kernel:
     return type(kernel)(metadata)
 
 
-# Only TMA kernels need versions with float32 results. Every pointer kernel can write float32 results.
+# Only TMA kernels need copies with float32 results, because every pointer kernel can write float32 results.
 FLOAT32_WGRAD_KERNELS = tuple(
     _float32_out(kernel)
     for kernel in TMA_WGRAD_KERNELS

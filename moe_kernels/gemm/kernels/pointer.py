@@ -1,4 +1,4 @@
-"""Grouped GEMM through pointers: any size, any stride and any supported GPU, optionally gathering the rows of A."""
+"""Grouped GEMM through pointers: any size, any stride and any supported GPU, optionally with gathered rows of A."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def multiply_tile(
     a_ptrs,  # [BLOCK_M, BLOCK_K] of the first step
     a_stride,  # along K
     row_mask,  # [BLOCK_M]
-    b_ptrs,  # [BLOCK_K, BLOCK_N]
+    b_ptrs,  # [BLOCK_K, BLOCK_N] of the first step
     b_stride,  # along K
     column_mask,  # [BLOCK_N]
     depth,  # K, or 0 to return zeros
@@ -216,13 +216,13 @@ _TILES = {
 
 
 def plain_forward(metadata: KernelMetadata) -> Any:
-    """Return the device function of a kernel's activation, which is not gated. Without an activation, return None."""
+    """Return the device function of a kernel's plain (not gated) activation, or None without an activation."""
     return None if metadata.epilogue is None else PLAIN_EPILOGUES[metadata.epilogue].forward
 
 
 def out_operand(dtype: torch.dtype) -> Operand:
-    """Return the requirements on `out` for operands of this dtype: the same dtype or float32. Float8 operands have
-    16-bit or float32 results, because float8 results would need a scale."""
+    """Return the requirements on `out` for operands of `dtype`: the same dtype or float32. Results of float8 operands
+    are 16-bit or float32, because float8 results would need a scale."""
     if dtype == FLOAT8:
         return Operand(torch.bfloat16, other_dtypes=(torch.float16, torch.float32))
     return Operand(dtype, other_dtypes=() if dtype == torch.float32 else (torch.float32,))

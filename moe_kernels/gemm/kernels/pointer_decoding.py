@@ -1,10 +1,9 @@
-"""Grouped GEMM for few rows per expert, which decodes quantised weights while loading the weights.
+"""Grouped GEMM for few rows per expert. The kernels decode quantised weights while loading the weights.
 
-With few rows per expert, reading the weights takes most of the time. These kernels read only the stored bytes of
-experts that have rows. Decoded values equal the results of `dequantize` in A's dtype, bit for bit. Products are
-accumulated in float32 and rounded once. For many rows, dequantising the weight before the GEMM is faster, for two
-reasons. These kernels decode the weight again for every tile of rows. The fastest GEMM kernels load dequantised
-operands by TMA.
+With few rows per expert, reading the weights takes most of the time. The kernels read only the stored bytes of experts
+that have rows. Decoded values equal the results of `dequantize` in A's dtype, bit for bit. Products are accumulated in
+float32 and rounded once. For many rows, dequantising before the GEMM is faster, for two reasons. First, the kernels
+decode the weight again for every tile of rows. Second, the fastest GEMM kernels load dequantised operands by TMA.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from .pointer import multiply_tile
 # and reading the dequantised weight takes 0.4 of the GEMM's time with 512 rows, and less with more rows.
 MAX_ROWS = 512
 
-# Cost of decoding one value, in tensor-core multiplications. A value takes about 6 instructions. An SM executes 128
-# instructions per clock.
+# Cost of decoding one value, in tensor-core multiplications: about 6 instructions, and an SM executes 128 per clock.
 _DECODING = 40
 _CACHE_LINE = 128  # number of 8-bit values in a cache line
 
@@ -147,8 +145,7 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """Computes the product described by `DecodingGemmArguments`, for all weight formats, and for gathered or contiguous
-    rows of A. One program computes one tile of out."""
+    """Computes `DecodingGemmArguments` products of all weight formats, with or without a gather, a tile per program."""
 
     arguments_class = DecodingGemmArguments
 
@@ -156,8 +153,8 @@ class DecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group for one index along K, as a number of multiplications. Each tile of rows decodes
-        the weight again. If a tile loads less than a cache line of each stored row, decoding costs 10 % more."""
+        """Return the cost of one group for one index along K, in multiplications. Each tile of rows decodes the weight
+        again. If a tile loads less than a cache line of each stored row, decoding costs 10 % more."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
         row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
@@ -196,9 +193,8 @@ class DecodingGemm(Kernel):
 
 
 def _precision(a: Tensor) -> str | None:
-    """Return "tf32" for float32 rows if TF32 is enabled in PyTorch, else "float32". For other dtypes, return None.
-    "float32" replaces the "float64" of `dot_precision`, because Triton up to 3.8 cannot compile float64 products of
-    operands that are decoded from bytes."""
+    """Return `dot_precision(a)`, with "float32" in place of "float64". Triton up to 3.8 cannot compile float64 products
+    of operands that are decoded from bytes."""
     precision = dot_precision(a)
     return "float32" if precision == "float64" else precision
 

@@ -65,7 +65,7 @@ def _gemm_kernel(
 
 
 class PointerGemm(Kernel):
-    """Computes `out[l] = epilogue(A[l] @ B[l])`, one tile per program. All l share operands that have no batch axis."""
+    """Computes `out[l] = epilogue(A[l] @ B[l])`, one tile per program. All l share an operand without a batch axis."""
 
     arguments_class = GemmArguments
     epilogues = tuple(PLAIN_EPILOGUES)

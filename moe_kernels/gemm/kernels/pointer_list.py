@@ -40,8 +40,8 @@ def _pointer_array_kernel(
     FIELDS: tl.constexpr,
     A_LAYOUT: tl.constexpr,
     B_LAYOUT: tl.constexpr,
-    PIECE: tl.constexpr,  # addresses, leading dimensions and contiguous lengths of A and B: multiples of PIECE elements
-    OUT_PIECE: tl.constexpr,  # addresses, leading dimensions and row lengths of out: multiples of OUT_PIECE elements
+    PIECE: tl.constexpr,  # divisor of the addresses, leading dimensions and contiguous lengths of A and B, in elements
+    OUT_PIECE: tl.constexpr,  # divisor of the addresses, leading dimensions and row lengths of out, in elements
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     FORWARD: tl.constexpr,  # device function of the activation, or None
@@ -136,8 +136,8 @@ class PointerArrayGemm(GroupedGemmListKernel):
 
 # Designs of each dtype: (tile, warps, stages, numbers of programs per SM, alignment in bytes). Each number of programs
 # per SM makes one kernel. Among kernels of equal cost, `rule.py` takes the first kernel. Every tile fits into the
-# smallest shared memory of a supported GPU. Without alignment, each element needs its own address. Large tiles have too
-# few registers for these addresses.
+# smallest shared memory of a supported GPU. Designs without alignment (1 byte) keep one address per element in
+# registers, which are too few for the addresses of a large tile.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

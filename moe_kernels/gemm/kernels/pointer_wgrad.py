@@ -32,11 +32,8 @@ def _wgrad_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """One program computes one [BLOCK_K, BLOCK_N] tile of A[start:end].T @ dout[start:end] for a group g and stores the
-    tile in out[g]. With ACCUMULATE, the program adds the tile to out[g].
-
-    Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),).
-    """
+    """One program writes one [BLOCK_K, BLOCK_N] tile of A[start:end].T @ dout[start:end] to out[g]. With ACCUMULATE,
+    the program adds the tile to out[g]. Grid: (G * cdiv(K, BLOCK_K) * cdiv(N, BLOCK_N),)."""
     num_k_tiles = tl.cdiv(K, BLOCK_K)
     num_n_tiles = tl.cdiv(N, BLOCK_N)
     group = tl.program_id(0) // (num_k_tiles * num_n_tiles)

@@ -1,9 +1,8 @@
 """The table of independent products (problems) that a kernel computes in one launch.
 
-Every problem has its own sizes, addresses and leading dimensions. The table holds these numbers on the device, together
-with the problem index of every output tile. A fixed number of programs computes all tiles. Program p computes
-the tiles p, p + num_programs, and so on. Tiles of long reductions are first in the list, so that the last tiles
-are short.
+The table holds the sizes, addresses and leading dimensions of every problem on the device, and the problem index of
+every output tile. A fixed number of programs computes all tiles. Program p computes the tiles p, p + num_programs, and
+so on. Tiles of long reductions come first, so that the tiles computed last take little time.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ def make_problem_table(
     args: GroupedGemmListArguments, block_m: int, block_n: int, memory: Tensor | None = None
 ) -> ProblemTable:
     """Return the problem table for output tiles of [block_m, block_n], after one upload without a host synchronisation.
-
-    The table is written to `memory` [problem_table_bytes] uint8 on the device. None, the default, allocates memory.
-    """
+    The table is written to `memory` [problem_table_bytes] uint8 on the device. None, the default, allocates memory."""
     problems = args.survey.problems
     order = sorted(range(len(problems)), key=lambda g: -problems[g].sizes[2])
     counts = [problems[g].num_tiles(block_m, block_n) for g in order]
@@ -45,7 +42,7 @@ def make_problem_table(
     on_host = functools.partial(torch.tensor, device="cpu")
     described = on_host([field for row in rows for field in row], dtype=torch.int64)
     tile_to_problem = torch.repeat_interleave(on_host(order, dtype=torch.int32), on_host(counts))
-    # Pairs of the tile list's int32 numbers are viewed as int64, so that one copy uploads problems and tile list.
+    # Pairs of int32 problem indices are viewed as int64, so that one copy uploads the problems and the indices.
     paired = functional.pad(tile_to_problem, (0, ends[-1] % 2)).view(torch.int64)
     values = torch.cat([described, paired])
     if memory is None:
@@ -87,7 +84,7 @@ class GroupedGemmListKernel(Kernel):
         return self._launch(args) if any(out.numel() for out in args.out_list) else None
 
     def table(self, args: GroupedGemmListArguments, memory: Tensor | None = None) -> ProblemTable:
-        """Return the table in `args` if it has this kernel's tile shape. Otherwise return a new table."""
+        """Return the table in `args` if its tiles have this kernel's shape. Otherwise return a new table."""
         if self._has_table(args):
             return args.table
         return make_problem_table(args, *self.metadata.design.tile_shape[:2], memory)
@@ -107,10 +104,8 @@ class GroupedGemmListKernel(Kernel):
         return min(num_tiles, self.metadata.design.programs_per_sm * num_programs(args.A))
 
     def estimate(self, args: GroupedGemmListArguments) -> float:
-        """Return the cost of the SM with the most tiles, in multiplications. Each tile's start-up cost is included.
-
-        Programs that share an SM hide part of the start-up cost: one program starts up while another program reduces.
-        """
+        """Return the cost of the SM with the most tiles, in multiplications. Each tile has a start-up cost. Programs
+        that share an SM hide part of the start-up cost, because one program starts while another program reduces."""
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = args.survey.num_tiles(block_m, block_n)
         num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)

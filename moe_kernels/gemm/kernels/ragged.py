@@ -1,13 +1,13 @@
-"""TMA descriptors over grouped rows. The hardware reads and writes nothing past the end of a group.
+"""Ragged descriptors: TMA descriptors over grouped rows that make the hardware clip accesses at the end of a group.
 
 The descriptor of a matrix [R, C] with row stride s has shape [big, big, 2**30, C] and strides [2**34 - s, s, s, 1]. No
-coordinate reaches the bound `big`. Let `left` be the number of rows from a row to the end row `end` of its group. The
+coordinate reaches the bound `big`. Let `end` be the end row of a group, and let row `end - left` be in the group. The
 coordinates [2**30, end, 2**30 - left, c] address column c of this row, because 2**30 * 2**34 = 2**64 wraps to zero:
 
     2**30 * (2**34 - s) + end * s + (2**30 - left) * s = (end - left) * s
 
-The third coordinate reaches its bound, 2**30, exactly at row `end`. From row `end` on, the hardware clips: loads return
-zeros and stores do nothing. The idea is from
+The third coordinate reaches its bound, 2**30, exactly at row `end`. From row `end` on, loads return zeros and stores do
+nothing. The idea is from
 https://github.com/triton-lang/triton/blob/main/python/triton/tools/ragged_tma.py
 """
 

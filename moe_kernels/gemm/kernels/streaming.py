@@ -97,8 +97,8 @@ def _streaming_kernel(
     column_tiles = tl.cdiv(columns, BLOCK)
     tile = tl.program_id(0) // column_tiles
     first = tl.program_id(0) % column_tiles * BLOCK
-    # Load the table entry before checking the number of tiles, so that the load of the entry overlaps the load of the
-    # number. Programs past the last tile do not use their entry.
+    # Load the table entry before checking the number of tiles, so that both loads overlap. Programs past the last tile
+    # do not use their entry.
     group = tl.load(tiles_ptr + 2 * tile)
     place = tl.load(tiles_ptr + 2 * tile + 1)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
@@ -164,9 +164,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
 
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Return the cost of one group for one index along K, in multiplications. Each row tile reads the weight again.
-
-        The tiles cover the average number of rows plus two standard deviations, which is enough for most groups.
-        """
+        The assumed tiles cover the average number of rows plus two standard deviations, enough for most groups."""
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape
         average = rows_bucket(args.num_rows, num_groups)

@@ -56,7 +56,7 @@ def _tma_kernel(
     if row_to_token_ptr is None:
         a_desc = tl.make_tensor_descriptor(a_ptr, [num_a_rows, K], [a_stride, 1], [BLOCK_M, BLOCK_K])
     else:
-        # a_stride and K are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
+        # Rounding changes nothing, but tells the compiler that 8 divides a_stride and K, as 16-byte copies require.
         a_stride = a_stride // 8 * 8
         K = K // 8 * 8
     if GATED:

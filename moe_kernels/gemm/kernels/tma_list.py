@@ -1,4 +1,4 @@
-"""Independent products through TMA, with descriptors made on the device for each problem."""
+"""Products A_list[g] @ B_list[g] through TMA. Programs make descriptors of each product's operands on the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .problem_table import GroupedGemmListKernel, tile_origin, triton_dtype
 
 @triton.jit
 def _descriptor(address, leading, rows, columns, DTYPE: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Make a TMA descriptor of a matrix that is stored as `rows` rows of `columns` contiguous elements."""
+    """Return a TMA descriptor of a matrix that is stored as `rows` rows of `columns` contiguous elements."""
     return tl.make_tensor_descriptor(
         address.to(tl.pointer_type(DTYPE)), [rows, columns], [leading, 1], [BLOCK_R, BLOCK_C]
     )
@@ -63,8 +63,7 @@ def _tma_array_kernel(
         else:
             b_desc = _descriptor(tl.load(problem_ptr + 1), b_leading, K, N, DTYPE, BLOCK_K, BLOCK_N)
         out_desc = _descriptor(tl.load(problem_ptr + 2), tl.load(problem_ptr + 8), M, N, OUT_DTYPE, BLOCK_M, HALF_N)
-        # Number of this problem's tiles that this program computes.
-        num_here = tl.cdiv(end_tile - tile, step)
+        num_here = tl.cdiv(end_tile - tile, step)  # number of this problem's tiles that this program computes
         for i in range(0, num_here):
             local = tile + i * step - first_tile
             row, column = tile_origin(local, M, N, GROUP_TILES, BLOCK_M, BLOCK_N)

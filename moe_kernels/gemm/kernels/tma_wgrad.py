@@ -15,7 +15,7 @@ from .ragged import load_ragged, ragged_descriptor
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
     """Load `columns` of the tokens row_to_token[rows], with zeros from row `end` on."""
-    # `stride` and `num_columns` are multiples of 8. The rounding tells this to the compiler, for 16-byte copies.
+    # Rounding changes nothing, but tells the compiler that 8 divides both numbers, as 16-byte copies require.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
     inside = rows < end
@@ -119,8 +119,7 @@ def _design(tile: tuple[int, int, int], num_stages: int, gather: bool) -> TmaDes
     return TmaDesign(tile, 8, num_stages, gather=gather, persistent=True, tma=True, group_tiles=4)
 
 
-# The design with a gather has two stages more than the design of the same tile without a gather. The additional stages
-# allow row indices to be loaded before the rows.
+# The design with a gather has two more stages than the same tile without a gather, to load row indices before rows.
 _DESIGNS = (
     _design((128, 256, 64), 3, False),
     _design((128, 128, 64), 4, False),

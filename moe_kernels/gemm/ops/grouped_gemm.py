@@ -83,8 +83,8 @@ def grouped_gemm(
 
     Raises:
         ValueError: a shape, dtype or device disagrees with the signature, the activation is unknown, CPU offsets are
-            not sorted within [0, R], `out` is expanded, or an input requires a gradient although `out` is given or
-            the operands are float8.
+            not sorted within [0, R], `out` is expanded, an input requires a gradient although `out` is given, or an
+            input of a float8 product requires a gradient.
         NotImplementedError: the operands are float8 and the GPU is below compute capability 8.9. Below 8.9, only the
             reference multiplies float8 operands, by upcasting them.
     """

@@ -107,6 +107,7 @@ class GroupedProblem:
             out_dtype: default: the dtype of `out_list`. Without `out_list`, the default is the operands' dtype, or
                 bfloat16 for float8.
             kernel: a kernel of the catalog (`get_kernels`). None, the default, selects a kernel.
+            implementation: "triton", "reference", or None to choose by device.
 
         Raises:
             ValueError: the lists are empty or differ in length, a shape, dtype or device disagrees with the signature,

@@ -144,10 +144,8 @@ _LEAST_PART_ROWS = 256
 
 @registered_op("jagged_gemm_wgrad")
 def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed: bool) -> Tensor:
-    """Return a.T @ dout over the rows of all groups, stored by columns if `transposed`.
-
-    The reduction is long, but the result has few tiles. The rows are therefore cut into parts that run in parallel.
-    """
+    """Return a.T @ dout over the rows of all groups, stored by columns if `transposed`. The reduction is long, but the
+    result has few tiles. The rows are therefore cut into parts that run in parallel."""
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]
     num_tiles = max(cdiv(size_k, 128) * cdiv(size_n, 128), 1)

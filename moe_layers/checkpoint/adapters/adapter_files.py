@@ -207,7 +207,7 @@ def _outermost_first(prefix: str, parameters: list[str], tensors: dict[str, Tens
     keys = prefix, f"{prefix}.base_layer"
     factors = [[tensors.get(f"{key}.lora_{factor}.weight") for factor in "AB"] for key in keys]
     widths = [(a.shape[1], len(b)) for a, b in factors if a is not None and b is not None and a.dim() == b.dim() == 2]
-    # `widths[0]` fits as gate_up_proj only if gate_up_proj is outermost: no width equals 2 or 4 times itself.
+    # At most one order of the two wrappers fits: if both fitted, a width would equal 2 or 4 times itself.
     is_swapped = len(widths) == 2 and _fitting_orientation(widths[0], widths[1]) is not None
     return parameters if is_swapped else usual
 
@@ -288,9 +288,9 @@ def write_adapter(
     """Write an adapter file with unchanged values. Adapters of modules other than experts are copied.
 
     Args:
-        layout: "peft" (default). "vllm_3d" has the same tensors, for models whose experts vLLM reads as 3-D tensors.
-            "per_expert" is for vLLM's other models, with `experts.{e}.gate_proj.lora_A.weight` [r, D] etc. Both vLLM
-            layouts need adapters of the up parameter and of the down parameter.
+        layout: "peft" (default) is PEFT's own layout. "vllm_3d" has the same tensors, for models whose experts vLLM
+            reads as 3-D tensors. "per_expert" is for vLLM's other models, with tensors for each expert such as
+            `experts.{e}.gate_proj.lora_A.weight` [r, D]. The last two need adapters of the up and the down parameter.
         orientation: the orientation of layout "peft". Default: "0.19", the only orientation of the other layouts.
         interleaved: whether the rows of the up parameter are written as gate 0, up 0, gate 1, ... Default: False.
 

@@ -114,7 +114,7 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
 def _expert_outputs(
     surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
 ) -> tuple[dict[str, Output], dict[str, str]]:
-    """Return the experts' changed weights by name. Also return a map from PEFT's name of each stack of layers, such as
+    """Return the experts' changed weights by name, and a map from PEFT's name of each stack of layers, such as
     "model.layers", to the stack's name on disk."""
     blocks = {found.block.prefix: found for found in surveys}
     outputs: dict[str, Output] = {}
@@ -134,12 +134,8 @@ def _expert_outputs(
 
 
 def _linear_adapters(loaded: PeftAdapter, stacks: dict[str, str]) -> dict[str, _LinearAdapter]:
-    """Return the adapters of linear layers. The keys are the names on disk of the adapted weights [out, in].
-
-    Raises:
-        ValueError: a tensor is not a factor of a linear layer, a factor's rank differs from the configuration, or two
-            adapters change the same weight.
-    """
+    """Return the adapters of linear layers, by the adapted weight's name on disk. Raise ValueError if a tensor is no
+    factor of a linear layer, a rank differs from the configuration, or two adapters change the same weight."""
     modules: dict[str, dict[str, Tensor]] = {}
     others = []
     for name, tensor in loaded.others.items():

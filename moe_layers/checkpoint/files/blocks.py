@@ -141,8 +141,8 @@ def find_blocks(names: Iterable[str]) -> list[Block]:
 
 
 def matching_layouts(block: Block, *, gated: bool | None = None) -> list[Layout]:
-    """Return the layouts whose weights all exist in the block. Leave out a layout whose names are a proper subset of
-    another matching layout's names."""
+    """Return the layouts whose matrices all exist in the block. `gated` selects layouts of gated or of plain experts;
+    None (default) selects both. Drop a layout whose names are a proper subset of another matching layout's names."""
     patterns = block.patterns()
     encodings = {group[0] for name, (_, group) in block.weights.items() if name.startswith("experts.")}
     found = [

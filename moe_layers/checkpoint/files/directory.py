@@ -132,8 +132,7 @@ class CheckpointFiles:
         return header[name]
 
     def _header(self, file_name: str) -> dict[str, _Entry]:
-        """Return the header of a file: the entry of each tensor by name
-        (https://github.com/huggingface/safetensors#format)."""
+        """Return the entry of each tensor in a file, by name (https://github.com/huggingface/safetensors#format)."""
         if file_name not in self._headers:
             path = self.directory / file_name
             try:

@@ -166,7 +166,7 @@ def _fused(
     transposed: bool = False,
     interleaved: bool = False,
 ) -> tuple[Key, ...]:
-    """Return keys with gate and up in one tensor."""
+    """Return the keys of a layout with gate and up in one tensor. If not `gated`, this tensor holds only up."""
     parts = ("gate", "up") if gated else ("up",)
     weights = (
         Key(up, parts, transposed=transposed, interleaved=interleaved),
@@ -207,8 +207,8 @@ LAYOUTS = (
     Layout("named_fc", "J", _separate("", "experts.expert_{e}.fc1", "experts.expert_{e}.fc2"), gated=False),
 )
 
-# `model_type` -> layouts of its published experts, if one tensor holds all experts. The default is "fused". The table
-# is needed because "fused", "transposed" and "interleaved" have equal tensor names and possibly equal shapes.
+# `model_type` -> layouts of published checkpoints whose tensors are named as in "fused". The default is "fused" alone.
+# The table is needed because "fused", "transposed" and "interleaved" have equal tensor names and possibly equal shapes.
 _PUBLISHED = {
     "gpt_oss": ("interleaved",),
     "llama4_text": ("transposed",),
@@ -223,7 +223,7 @@ def published_layouts(model_type: str) -> tuple[str, ...]:
 
 
 def find_layout(name: str, *, gated: bool, bias: bool, encoding: str = "") -> Layout:
-    """Return the layout with this name, for writing.
+    """Return the layout with this name, among the layouts in which experts can be written.
 
     Args:
         encoding: format of quantised matrices. "mxfp4" also allows layouts that exist only in MXFP4. Default: "", for

@@ -12,11 +12,8 @@ _FLOAT8_BLOCK = [128, 128]
 
 
 def float8_block(values: dict, config: ModelConfig) -> tuple[int, int]:
-    """Return the size (rows, columns) of the blocks of a float8 weight. Each block has one scale. Default: 128 x 128.
-
-    Raises:
-        ValueError: the quantisation is neither float8 by blocks nor MXFP4, or the block size is malformed.
-    """
+    """Return (rows, columns) of the blocks of float8 weights, by default (128, 128). Each block has one scale. Raise
+    ValueError if the quantisation is neither float8 by blocks nor MXFP4, or if the block size is malformed."""
     quantization = values.get("quantization_config") or config.values.get("quantization_config") or {}
     if not isinstance(quantization, dict):
         raise ValueError(f"checkpoint: quantization_config in config.json must hold an object, got {quantization!r}")

@@ -23,10 +23,8 @@ def is_main(block: Block) -> bool:
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
     """Return the block of the layer with this index, or the block with this prefix.
 
-    An index counts the layers of the language model. In an encoder-decoder, an index counts the encoder's layers.
-
-    Raises:
-        ValueError: no block matches, or several blocks match.
+    An index counts the layers of the language model. In an encoder-decoder, an index counts the encoder's layers. Raise
+    ValueError if no block or several blocks match.
     """
     blocks = find_blocks(files.file_of)
     if isinstance(layer, str):
@@ -48,10 +46,7 @@ def block_of_module(prefixes: list[str], module: str) -> str:
 
     transformers renames parts of the names on disk. The block is therefore matched by prefix, else by layer (such as
     "model.layers.0"), else by layer number. If only the number matches, the names before the number may differ only in
-    words of `_COMMON`, such as "model".
-
-    Raises:
-        ValueError: no block matches, or several blocks match.
+    words of `_COMMON`, such as "model". Raise ValueError if no block or several blocks match.
     """
     name = module[: module.rfind(".") + 1]
     numbered = [prefix for prefix in prefixes if _numbers(prefix) == _numbers(name)]
@@ -96,8 +91,8 @@ def choose_layout(
         recorded: the layout that `convert` or `save_checkpoint` wrote into the configuration, or None.
 
     Raises:
-        ValueError: no layout has any of the block's tensor names, the recorded layout does not fit the names, or
-            several layouts fit and nothing decides between them.
+        ValueError: no layout has any of the block's tensor names; the recorded layout does not fit these names; or
+            several layouts fit and `published` does not decide between them.
     """
     candidates = _candidates(block, gated, recorded)
     if not candidates:
@@ -129,9 +124,11 @@ def _candidates(block: Block, gated: bool, recorded: str | None) -> list[Layout]
 
 
 def _only_one(fitting: list[Layout], sizes: Sizes, published: tuple[str, ...]) -> Layout | None:
-    """Return the only layout of `fitting` that is in `published`, or None if several are. If none is in `published`,
-    return the only fitting layout that is not "interleaved". This fallback returns None if "interleaved" is in
-    `published`, or if d_model is d_ff or 2 * d_ff, which makes shapes ambiguous."""
+    """Return the only layout that is both in `fitting` and in `published`, or None if several are.
+
+    If none is in both, return the only layout of `fitting` that is not "interleaved". This fallback returns None if
+    "interleaved" is in `published`, or if d_model is d_ff or 2 * d_ff, because such sizes make shapes ambiguous.
+    """
     stated = [layout for layout in fitting if layout.name in published]
     if stated:
         return stated[0] if len(stated) == 1 else None
@@ -146,7 +143,7 @@ def _fits(layout: Layout, shapes: dict[str, tuple[int, ...]], sizes: Sizes) -> b
 
 
 def _most_similar(block: Block, gated: bool, published: tuple[str, ...]) -> Layout:
-    """Return the layout with most tensor names of the block. `Planner` then reports tensors that the block lacks."""
+    """Return the layout that shares most names with the block. `Planner` then reports the tensors that are missing."""
     patterns = block.patterns()
 
     def likeness(layout: Layout) -> tuple[int, bool]:

@@ -37,7 +37,7 @@ class Stored:
         names: names of the tensors on disk: the weight itself, or its quantised values and their scales.
         shape: shape of the weight.
         dtype: dtype of the first tensor on disk.
-        block: numbers of rows and columns of a float8 weight that share a scale.
+        block: (rows, columns) of the blocks of a float8 weight. Each block has one scale.
         num_bytes: size of the tensors on disk, in bytes.
     """
 
@@ -64,7 +64,7 @@ Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tenso
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Return name of each weight -> its group. The group of an "mxfp4" weight names scales even if `names` lacks them.
+    """Map the name of each weight to its group. The group of an "mxfp4" weight names scales even if `names` lacks them.
 
     Packed float4 has the same names as float8 and is returned as "float8"; `describe` distinguishes the two by dtype.
     """
@@ -90,11 +90,8 @@ def group_names(names: Iterable[str]) -> dict[str, Group]:
 def describe(
     files: CheckpointFiles, name: str, group: Group, block: tuple[int, int], problems: list[str]
 ) -> Stored | None:
-    """Describe a weight from the headers of its files. Append errors to `problems`. Return None if a tensor is missing.
-
-    Args:
-        block: numbers of rows and columns of a float8 weight that share a scale.
-    """
+    """Return a weight's description from the headers of its files, or None if a tensor is missing. Append errors to
+    `problems`. `block` is (rows, columns) of the blocks of float8 weights."""
     encoding, names = group
     missing = [part for part in names if part not in files.file_of]
     if missing:
@@ -126,8 +123,7 @@ def describe_all(
     return {key: stored for key, stored in described.items() if stored is not None}
 
 
-# (shape of a weight, error texts about its tensors)
-_Finding = tuple[tuple[int, ...], list[str]]
+_Finding = tuple[tuple[int, ...], list[str]]  # (shape of a weight, error texts about its tensors)
 
 
 def _describe_float8(names: tuple[str, ...], infos: list[TensorInfo], block: tuple[int, int]) -> _Finding:
@@ -182,11 +178,8 @@ def dequantize_float8(
     block: tuple[int, int],
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Multiply every block by its scale.
-
-    Raises:
-        ValueError: a scale is not finite; the message contains `name`.
-    """
+    """Return the weight with every block multiplied by its scale. Raise ValueError with `name` if a scale is not
+    finite."""
     scale = decode_scales(scale)
     if not scale.isfinite().all():
         raise ValueError(f"checkpoint: the scales of {name} must be finite, got {scale[~scale.isfinite()][0].item()}")
@@ -198,11 +191,8 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Decode every 4-bit number, and multiply it by the scale of its group of 32, a power of two. The result is exact.
-
-    Raises:
-        ValueError: a scale is 255, the NaN of e8m0; the message contains `name`.
-    """
+    """Return the exact weight: every 4-bit number times the scale of its group of 32, a power of two. Raise ValueError
+    with `name` if a scale is 255, the NaN of e8m0."""
     if blocks.dtype == torch.int8:
         blocks = blocks.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
     scales = scales.view(torch.uint8)

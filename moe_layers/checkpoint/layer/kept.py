@@ -29,8 +29,8 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
     """Replace the expert weights of a layer on the meta device by quantised weights. Return the format's name.
 
     Raises:
-        ValueError: the experts on disk are not quantised; have an unsupported format, several formats or several dtypes
-            of scales; or have scales that do not fit the layer's order of rows.
+        ValueError: the experts on disk are not quantised, are in an unsupported format or in several formats, have
+            scales of several dtypes, or have scales that do not fit the layer's order of rows.
     """
     formats = set()
     for name in WEIGHTS:
@@ -79,7 +79,7 @@ def _format_of(fills: list[Fill], sizes: Sizes, files: CheckpointFiles) -> tuple
 
 
 def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
-    """Return whether the key maps the matrix of quantised numbers correctly, but not the matrix of their scales."""
+    """Return whether `key` describes the order of the quantised numbers on disk, but not the order of their scales."""
     rows, columns = format.block
     if format.name == "mxfp4":
         return key.transposed or key.flat
@@ -90,11 +90,8 @@ def _is_misplaced(key: Key, format: WeightFormat, sizes: Sizes) -> bool:
 def fill_stored(
     fill: Fill, files: CheckpointFiles, sizes: Sizes, kept: QuantizedExperts, *, expert: int, place: int, gated: bool
 ) -> None:
-    """Read one expert's quantised numbers and scales into index `place` of the first axis of a quantised weight.
-
-    Raises:
-        ValueError: a scale is not finite.
-    """
+    """Read one expert's quantised numbers and scales from `files` into `kept`, at index `place` of the first axis.
+    Raise ValueError if a scale is not finite."""
     assert fill.key is not None
     rows = fill.key.rows_of_expert(expert, sizes)
     numbers, scales = (fill.key.without_experts(files.read(name, rows)) for name in fill.stored.names)
@@ -122,7 +119,7 @@ def check_writable(layout: Layout, format: WeightFormat, sizes: Sizes) -> None:
 
 
 def stored_matrices(layout: Layout, kept: QuantizedExperts) -> Iterator[tuple[str, torch.dtype, Tensor]]:
-    """Yield (suffix of the name, dtype on disk, bits [E, rows, columns]) for the numbers, then for the scales."""
+    """Yield (suffix of the name on disk, dtype on disk, bits [E, rows, columns]) of the numbers, then of the scales."""
     weight = kept.weight()
     values, scales = as_bits(weight.values).flatten(2), as_bits(weight.scales)
     if layout.encoding == "mxfp4":

@@ -98,6 +98,7 @@ def load_layer(
         experts: read only these experts (default: all), and sum only their outputs: see `keep_local_experts`.
         mesh: ranks among which the experts are divided. Each rank reads its own experts, without communication.
         expert_parallel: how the ranks of the mesh divide the experts. Default: `ExpertParallel()`.
+        implementation: implementation of the layer's ops, as in `MoEFeedForward`. Default: None.
         keep_quantized: keep block-scaled float8 and MXFP4 experts quantised, and freeze them: see `quantize_experts_`.
             Default: False.
         return_report: whether to return (layer, LoadReport). The report names the use of each tensor. Default: False.
@@ -194,7 +195,8 @@ class _HubModel:
 
 
 def _require(tensors: list[str], files: CheckpointFiles, hub: _HubModel | None) -> None:
-    """Download these tensors' files if `hub` is given. Check that the files exist. Skip names that no file holds."""
+    """Raise ValueError if files that hold these tensors are missing. If `hub` is given, download the files first. Skip
+    tensors that no file is known to hold."""
     needed = [name for name in tensors if name in files.file_of]
     if hub is not None:
         hub.download({files.file_of[name] for name in needed})

@@ -101,15 +101,17 @@ class Planner:
     def plan(
         self, config: MoEConfig, shapes: Shapes, experts: range, *, published: tuple[str, ...], recorded: str | None
     ) -> Plan:
-        """Match the weights of the block with the parameters of the given shapes.
+        """Return a plan that fills all of the layer's parameters with the weights of the block.
 
         Args:
+            shapes: shape of each parameter and persistent buffer of the layer, by name.
+            experts: the experts to read.
             published: the layouts of this architecture, from `published_layouts`.
             recorded: the layout that `config.json` records, or None.
 
         Raises:
-            ValueError: tensors are missing, left over, ambiguous or of a wrong shape (the message names the tensors),
-                or the configuration and the tensors disagree about the number of experts.
+            ValueError: tensors are missing, left over, ambiguous or of a wrong shape or dtype, or the configuration
+                gives another number of experts than the tensors. The message names the tensors.
         """
         sizes = Sizes.of(config)
         # Find the shapes of weights that hold all experts. `[]` drops the problems, because `_fill` reports them later.
@@ -228,10 +230,10 @@ class Planner:
 
 
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
-    """Return an error text if the number of float8 scales does not tell whether gate and up rows were divided into
-    blocks together or separately. Otherwise, return None.
+    """Return an error text if a float8 tensor of gate and up has ambiguous scales, else None.
 
-    For n gate rows and blocks of b rows, the number is ambiguous if n % b > 0 and ceil(2n / b) == 2 ceil(n / b).
+    Blocks may divide the rows of gate and up together or separately. For n gate rows and blocks of b rows, these two
+    divisions differ but have equally many scales if n % b > 0 and ceil(2n / b) == 2 ceil(n / b).
     """
     if stored.encoding != "float8" or len(key.parts) == 1 or key.interleaved:
         return None

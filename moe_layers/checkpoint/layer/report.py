@@ -16,6 +16,7 @@ class LoadedTensor:
 
     Attributes:
         names: the weight's tensors on disk, which belong to no other weight.
+        shape: shape of the weight after decoding; `dtype` is the dtype of its first tensor on disk.
         encoding: "plain", "float8", "float4" or "mxfp4".
         parameter: the parameter that the weight fills, fully or in part; `parts` and `experts` say which part.
     """

@@ -48,8 +48,8 @@ def save_layer(
             read, or "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
 
     Raises:
-        ValueError: the layout is unknown or has no tensors for these experts, the layer lacks experts or has adapters,
-            no published checkpoint has the experts' format, or the directory holds files.
+        ValueError: the layout is unknown or cannot hold these experts; the layer lacks experts or has adapters; no
+            published checkpoint has the experts' format; or the directory holds files.
     """
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
@@ -73,15 +73,8 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name. None keeps the layout of the checkpoint that the layer was read from. If no
-    checkpoint was read, or "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
-
-    Args:
-        kept: a quantised weight of the experts, or None if the experts are not quantised.
-
-    Raises:
-        ValueError: the layout is unknown, or has no tensors for these experts.
-    """
+    """Return the layout with this name; `save_layer` describes None. Raise ValueError if the layout is unknown or
+    cannot hold these experts. `kept` is a quantised weight of the experts, or None if the experts are not quantised."""
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source
     encoding = "" if kept is None else kept.format.name

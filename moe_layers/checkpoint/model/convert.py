@@ -102,8 +102,8 @@ def only_layout(found: BlockSurvey) -> tuple[Layout, Sizes]:
 
 
 def _check_complete(found: BlockSurvey, layout: Layout, sizes: Sizes) -> None:
-    """Raise ValueError unless tensors, router and configuration agree about the number and size of the experts. Also
-    raise ValueError if `ambiguous_scales` finds float8 scales that can be read in two ways."""
+    """Raise ValueError if tensors, router and configuration disagree about the number or size of the experts, or if
+    float8 scales can be read in two ways: see `ambiguous_scales`."""
     prefix, architecture = found.block.prefix, ARCHITECTURES.get(found.config.model_type)
     if found.num_routed != sizes.num_experts:
         raise ValueError(
@@ -144,8 +144,7 @@ def _expert_outputs(found: BlockSurvey, layout: str, dtype: torch.dtype) -> Iter
 
 
 def _check_renamed(found: BlockSurvey) -> None:
-    """Raise ValueError if an unquantised weight of an expert is not floating point, or if a tensor of an expert is not
-    part of the source's layout."""
+    """Raise ValueError if an expert's tensor is not in the source's layout, or neither quantised nor floating point."""
     integers = [s.name for s in found.experts.values() if s.encoding == "plain" and not s.dtype.is_floating_point]
     if integers:
         raise ValueError(f"checkpoint: experts must be floating point or known to be quantised, got {integers[0]}")

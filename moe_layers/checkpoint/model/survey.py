@@ -39,11 +39,7 @@ class BlockSurvey:
 
 
 def survey(files: CheckpointFiles) -> list[BlockSurvey]:
-    """Return a survey of each MoE block.
-
-    Raises:
-        ValueError: a file is damaged or missing, or the configuration is missing.
-    """
+    """Return a survey of each MoE block. Raise ValueError if config.json or another file is missing or damaged."""
     values = read_json(files.directory / CONFIG)
     files.require(files.file_of)
     return [_survey_block(files, block, values) for block in find_blocks(files.file_of)]
@@ -77,8 +73,8 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return each layout that fits the block, with the sizes of the experts. If none fits, also return the errors of
-    the layout with the fewest errors."""
+    """Return (layout, experts' sizes) of each fitting layout, and errors if none fits: those of the layout with the
+    fewest errors."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]
@@ -124,8 +120,7 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return errors for missing, wrongly sized and left-over tensors. Only gate and up tensors may hold zero
-    experts."""
+    """Return errors for missing, wrongly sized and left-over tensors. Only gate and up may include zero experts."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):

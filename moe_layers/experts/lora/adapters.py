@@ -74,9 +74,8 @@ class ExpertLoRA(nn.Module):
     """The factors of one adapter for the experts of a layer.
 
     `up_a` is [E, r, D], `up_b` [E, 2F or F, r], `down_a` [E, r, F] and `down_b` [E, D, r]. With `shared_outer`, the
-    first axis of `up_a` and `down_b` has length 1. The factors of a projection that is not a target are None.
-
-    Factors a are initialised like an nn.Linear's weight, and factors b with zeros. A new adapter changes no output.
+    first axis of `up_a` and `down_b` has length 1. The factors of a projection that is not a target are None. Factors a
+    are initialised like an nn.Linear's weight, and factors b with zeros. A new adapter therefore changes no output.
     """
 
     def __init__(
@@ -188,9 +187,9 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
 
     Args:
         name: key of the adapter, in the state dict `experts.lora.<name>`. Default: "default".
-        dtype: dtype of the factors. The default is float32 for any dtype of the layer, because steps of an optimizer
-            are often too small for 16 bits. The experts' op rounds factors to the weights' dtype. With None, factors
-            have the weights' dtype.
+        dtype: dtype of the factors. The default is float32 for any dtype of the layer, because an optimizer's steps
+            are often too small to change 16-bit numbers. The experts' op rounds factors to the weights' dtype. With
+            None, factors have the weights' dtype.
 
     Raises:
         ValueError: the name is taken or unusable, or `fully_shard` was applied.
@@ -207,7 +206,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     adapter = ExpertLoRA(lora, d_model, d_up, d_ff, len(experts.w_up), **factory)
     weight = stored(experts.w_up)
     if is_dtensor(weight):
-        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # imported here, as it takes long
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # a slow import
 
         for key, factor in list(adapter.named_parameters()):
             # Each rank draws the factors of all experts, and keeps its part. The first rank broadcasts shared factors.

@@ -73,7 +73,7 @@ def merge_lora(
     merged = joined([factors_of(name, experts.lora[name], experts.local_share) for name in names])
     assert merged is not None
     is_quantized = isinstance(experts.w_up, QuantizedExperts)
-    becomes_plain = is_quantized and not requantize  # changes both weights: the op cannot mix plain and quantised
+    becomes_plain = is_quantized and not requantize  # both weights must change: the op cannot mix plain and quantised
     changed = [each for each in TARGETS if becomes_plain or getattr(merged, f"{each}_a") is not None]
     quantized = changed if is_quantized else []
     new = {projection: _merged_quantized(experts, projection, merged, requantize) for projection in quantized}

@@ -57,7 +57,7 @@ if Version(transformers.__version__) < Version(OLDEST):
 
 
 def transformers_has(module: str, name: str) -> bool:
-    """Return whether a module of this transformers version exists and has a member of this name."""
+    """Return whether the installed transformers has a module `transformers.<module>` with a member `name`."""
     path = f"transformers.{module}"
     return find_spec(path) is not None and hasattr(importlib.import_module(path), name)
 
@@ -191,11 +191,8 @@ def _check_new_targets(model: nn.Module) -> None:
 
 
 def _check_targets(model: nn.Module, *_: object) -> None:
-    """Warn of adapters that were added after `enable` and whose target weights PEFT did not find.
-
-    This function is a hook of a whole model, not of a block, because torch.compile compiles blocks with different hooks
-    one by one.
-    """
+    """Warn of adapters that were added after `enable` and whose target weights PEFT did not find. Whole models, not
+    blocks, have this hook, because torch.compile compiles blocks with different hooks one by one."""
     _check_new_targets(model)
 
 

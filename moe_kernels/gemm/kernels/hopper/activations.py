@@ -104,7 +104,7 @@ def gpt_oss(gate, up, limit=7.0, alpha=1.702):
 
 @gluon.jit
 def _product_backward(value, slope, up, dactivated):
-    """Return value * up, and the gradients of gate and up. `slope` is the derivative of `value` by the gate."""
+    """Return value * up, and the gradients of gate and up. `slope` is d value / d gate."""
     return value * up, dactivated * up * slope, dactivated * value
 
 

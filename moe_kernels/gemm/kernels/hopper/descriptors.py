@@ -20,8 +20,7 @@ def _layout(rank: int, bits: int, swizzle: int) -> gl.NVMMASharedLayout:
 
 
 def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16, swizzle: int = 128) -> dict[str, Any]:
-    """Return all fields of a descriptor except its tensor. `bits` is the size of one element in bits, and `swizzle` is
-    the width of the swizzle in bytes."""
+    """Return a descriptor's fields except the tensor, for elements of `bits` bits and a swizzle of `swizzle` bytes."""
     return {
         "shape": shape,
         "strides": strides,
@@ -32,7 +31,7 @@ def form(shape: list[int], strides: list[int], block: list[int], bits: int = 16,
 
 
 def descriptor(tensor: Tensor, form: dict[str, Any]) -> TensorDescriptor:
-    """Make a `TensorDescriptor` without its slow constructor checks, because `supports` makes the same checks."""
+    """Return a `TensorDescriptor` without its slow constructor checks, because `supports` makes the same checks."""
     made = TensorDescriptor.__new__(TensorDescriptor)
     made.__dict__.update(form, base=tensor)
     return made

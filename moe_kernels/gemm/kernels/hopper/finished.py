@@ -82,7 +82,7 @@ def load_bias(bias, group, first, end, like):
 @gluon.jit
 def plus_bias(value, loaded):
     if loaded.dtype != gl.float32:
-        # Without `pinned`, the compiler would unpack the 16-bit bias at once. Threads would wait for the load.
+        # Without `pinned`, the compiler would unpack the 16-bit bias at once, and threads would wait for the load.
         loaded = pinned(loaded)
     return value + loaded.to(gl.float32)[None, :]
 

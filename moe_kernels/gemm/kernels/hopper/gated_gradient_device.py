@@ -73,11 +73,9 @@ def _differentiate(
     PIECE: gl.constexpr,
     PIECES: gl.constexpr,
 ):
-    """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus
-    the sum of dA' * activation over the piece's columns.
-
-    For rows past the end of the group, H is zero and dA' is arbitrary. The results of these rows are not written.
-    """
+    """Compute a piece of dH and of the weighted activation, and start to store both. Return `sums` plus the sum of
+    dA' * activation over the piece's columns. For rows past the end of the group, H is zero and dA' is arbitrary. The
+    results of these rows are not written."""
     dtype: gl.constexpr = weighted_desc.dtype
     grad = unpacked(piece_of(kept, PIECE, PIECES), dtype).to(gl.float32)
     M: gl.constexpr = grad.shape[0]

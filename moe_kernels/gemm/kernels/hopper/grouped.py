@@ -80,7 +80,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
         if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
-            # The activation needs more steps. Adding empty steps would take longer than a separate activation pass.
+            # The parts need more steps. Adding empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
             return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")
@@ -178,7 +178,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
 
 
 def launch_options(design: WarpSpecializedDesign, axes: str = "MNK") -> dict[str, Any]:
-    """Return launch options of all warp-specialised kernels. By default, `axes` adds BLOCK_M, BLOCK_N and BLOCK_K."""
+    """Return launch options of all warp-specialised kernels. `axes` "MNK" adds BLOCK_M, BLOCK_N and BLOCK_K."""
     return {
         **design.blocks(axes),
         "NUM_BUFFERS": design.num_stages,

@@ -22,7 +22,7 @@ def _reduce_tile(
     bias,
     left,
     right,
-    at,  # Finished: position of the previous tile, which `left` and `right` hold
+    at,  # `Finished`: position of the previous tile, whose values `left` and `right` hold
     out_desc,
     activated_desc,
     buffer,
@@ -46,14 +46,14 @@ def _reduce_tile(
         step += 1
     if bias is not None and PIECES == 0:
         # The bias is loaded during the remaining multiplications, into the registers that held the previous tile.
-        # `num_columns` is always a multiple of 8. The rounding tells the compiler this divisor.
+        # Rounding does not change `num_columns`, but tells the compiler that 8 divides the number.
         loaded = load_bias(bias, group, column_tile * BLOCK_N, bias.num_columns // 8 * 8, total)
     for _ in range(PARTS, tiles.num_steps):
         total = multiply(ring, step, total, True, WARPGROUP, B_COLUMN, BLOCK_N, BLOCK_K)
         total = warpgroup_mma_wait(1, deps=(total,))
         release_previous(ring, step)
         step += 1
-    # The next tile's position is found during the last multiplications, which hides the time for finding the position.
+    # The last multiplications hide the time for finding the next tile's position.
     next_group, next_row, next_end, next_column = tile_at(tiles, tile + gl.num_programs(0))
     total = warpgroup_mma_wait(0, deps=(total,))
     release_previous(ring, step)
@@ -93,10 +93,9 @@ def _consume(
         left, right = packed(left), packed(right)
     # No tile is finished yet. The hardware ignores the first writes, because their row coordinate is ROW_BOUND.
     at = Finished(gl.to_tensor(0), gl.to_tensor(0x40000000), gl.to_tensor(0), gl.to_tensor(0))
-    # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, its
-    # program would run ahead of programs that read the same data. The L2 cache would drop the data before the slower
-    # programs read the data. Reading the data from memory again costs more than skipping saves. These costs were
-    # measured with kernels that keep no pace (`pace.py`).
+    # In a long reduction, a warpgroup without rows in a tile multiplies, too. If the warpgroup skipped the tile, the
+    # program would run ahead, and the L2 cache could drop data before slower programs read the data. Reading the data
+    # again costs more than skipping saves. The costs were measured with kernels that keep no pace (`pace.py`).
     keeps_step = tiles.num_steps >= LONG_REDUCTION
     step = 0
     num_tiles = tiles.num_row_tiles * tiles.num_column_tiles
@@ -152,7 +151,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows", "num_columns", "num_column_tiles", "num_steps"])
 def grouped_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, BLOCK_K]; None if the rows are gathered
-    a_ptr,  # [T, K]; this and the next three arguments are None unless the rows of A are gathered
+    a_ptr,  # [T, K]; this argument and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K
@@ -207,7 +206,7 @@ def grouped_gemm_kernel(
     GATHER: gl.constexpr = a_desc is None
     a_buffers = gather_buffers(b_desc.dtype, NUM_BUFFERS, BLOCK_M, BLOCK_K) if GATHER else buffers(a_desc, NUM_BUFFERS)
     ring = make_ring(a_buffers, buffers(b_desc, NUM_BUFFERS), NUM_BUFFERS, GATHER)
-    staged = out_desc if activated_desc is None else activated_desc  # its blocks never have a gate/up axis
+    staged = out_desc if activated_desc is None else activated_desc  # blocks of `staged` never have a gate/up axis
     buffer_0 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     buffer_1 = gl.allocate_shared_memory(out_desc.dtype, staged.block_type.shape, staged.layout)
     gl.warp_specialize(

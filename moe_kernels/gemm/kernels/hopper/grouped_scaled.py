@@ -60,8 +60,7 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
             {
                 "ZERO_TAIL": int(args.zero_tail),
                 **launch_options(design, "MN"),
-                # With more than 224 registers, ptxas computes both halves of a tile at once and spills in every step of
-                # the reduction.
+                # With over 224 registers, ptxas computes a tile's halves at once and spills in every reduction step.
                 "PRODUCER_REGISTERS": 64 if design.gather else 56,
                 "CONSUMER_REGISTERS": 224,
             },

@@ -8,7 +8,7 @@ Each step loads its scales at its start, so that the scales arrive while the ten
 tile's position one tile ahead, because a tile's first step needs the position to load the scales.
 """
 
-# No `from __future__ import annotations`, because the fields of an aggregate must be types, not strings.
+# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -69,7 +69,7 @@ def _produce(
     tiles,
     ring,
     a_desc,  # None if the rows of A are gathered
-    a_ptr,  # this parameter and the next three are None unless the rows of A are gathered
+    a_ptr,  # this argument and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,
     depth,
@@ -82,8 +82,7 @@ def _produce(
     step = 0
     group, row, end, column = tile_at(tiles, gl.program_id(0))
     if a_desc is None:
-        # Depth and stride are already multiples of 16. Only the rounding tells this to the compiler, which then copies
-        # 16 bytes at a time.
+        # Rounding changes nothing, but tells the compiler that 16 divides depth and stride, as 16-byte copies require.
         depth = depth // 16 * 16
         a_stride = a_stride.to(gl.int64) // 16 * 16
         token = _rows_of_a(row_to_token_ptr, row, end, r)
@@ -227,7 +226,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["scale_a_stride", "num_rows", "num_column_blocks", "num_column_tiles", "num_steps"])
 def block_scaled_gemm_kernel(
     a_desc,  # [R, K], block [BLOCK_M, 128]; None if the rows are gathered
-    a_ptr,  # [T, K]; this parameter and the next three are None unless the rows of A are gathered
+    a_ptr,  # [T, K]; this argument and the next three are None unless the rows of A are gathered
     a_stride,
     row_to_token_ptr,  # [R]
     depth,  # K

@@ -8,7 +8,7 @@ from .pace import end_pace, keep_pace, start_pace
 from .ring import free_slot, gather_block, gather_layout, load_block, load_step, moved, opaque, wait_step
 from .tiles import LONG_REDUCTION, tile_at, with_walk
 
-MARK_STEPS = gl.constexpr(8)  # number of steps from one mark of the pace to the next
+MARK_STEPS = gl.constexpr(8)  # number of steps from one mark to the next (`pace.py`)
 
 
 @gluon.jit
@@ -104,7 +104,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(BLOCK_K)
     r = gl.arange(0, tiles.block_m, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, layout))
-    # depth and a_stride are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
+    # Rounding changes nothing, but tells the compiler that 8 divides depth and a_stride, as 16-byte copies require.
     depth = depth // 8 * 8
     a_stride = a_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -133,7 +133,7 @@ def _produce_gathered(
             load_block(ready, extra_b_desc, b_at, ring.b.index(slot))
             k = extra * BLOCK_K + c
             extra_stride = extra_a_stride // 8 * 8
-            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # extra_a [R, r] is in row order already
+            first = extra_a_ptr + row.to(gl.int64) * extra_stride  # extra_a [R, r] is not gathered
             within = gl.minimum(r, max(end - 1 - row, 0)) * extra_stride
             extra_pointers = first + (within[:, None] + k[None, :])
             gather_block(ready, extra_pointers, (k < extra_depth // 8 * 8)[None, :], ring.a.index(slot))

@@ -1,20 +1,20 @@
 """Keeps the programs of a persistent kernel close together in time.
 
 Programs that run at the same time share operand blocks. If some programs run far ahead of others, the L2 cache drops a
-block between its first and its last use, and the block is read from memory again. This costs time and energy.
+block between its first and its last use. Reading the block from memory again costs time and energy.
 
 Each producer therefore passes a mark every `MARK_STEPS` steps of a grouped GEMM, or at every tile of a weight gradient.
 Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient, the groups' average reduction length decides.
-A producer that is more than one mark ahead of the producers' average waits. A wait delays a result, but never changes
-the result. The atomic additions affect only the counters.
+A producer that is more than one mark ahead of the producers' average waits. A wait never changes a result, because the
+atomic additions affect only the counters.
 
-A producer waits only while all programs of the grid run. If some programs have ended, or cannot start because another
-kernel occupies their SM, a producer reads the counters once at a mark and continues. A wait ends after at most 20000
-reads, about 10 ms.
+A producer waits only while all programs of the grid run. Some programs may have ended, or cannot start because another
+kernel occupies their SM. A producer then reads the counters once at a mark and continues. A wait ends after at most
+20000 reads, about 10 ms.
 
 `TileTable.num_tiles` holds two counters. `PASSED` counts the marks of the running producers, once for each thread.
 `RUNNING` counts the running producers. Both counters are 0 between two kernels. If two kernels use one table at the
-same time, producers may wait too little or too long, but never for more than 20000 reads.
+same time, producers may wait too little or too long (at most 20000 reads).
 """
 
 from triton.experimental import gluon
@@ -28,9 +28,8 @@ RUNNING = gl.constexpr(3)
 # Stands for a count of marks not yet read. Every target is larger than this number, so `keep_pace` reads the counters.
 NOT_READ = gl.constexpr(-0x40000000)
 
-# PTX hides the branches from Triton. A producer that branches on a number known only at run time makes Triton 3.8
-# compute more values before the warps split into producer and consumers. These values occupy registers of the
-# consumers, which then spill.
+# PTX hides the branches from Triton. If Triton 3.8 sees a producer branch on a run-time value, it computes more values
+# before the warps split into producer and consumers. The values occupy registers of the consumers, which then spill.
 # Every producer thread adds 1, because choosing one thread also makes consumers spill. 8 and 12 are the byte offsets of
 # PASSED and RUNNING.
 _PASS = gl.constexpr("""{
@@ -60,7 +59,7 @@ DONE:
 
 @gluon.jit
 def start_pace(num_tiles_ptr):
-    """Count a producer as running. Without a table, `num_tiles_ptr` is None, and this function does nothing."""
+    """Count a producer as running. Without a table (`num_tiles_ptr` is None), do nothing."""
     if num_tiles_ptr is not None:
         gl.atomic_add(num_tiles_ptr + RUNNING, 1, sem="relaxed", scope="gpu")
 

@@ -23,7 +23,7 @@ PRODUCER_THREADS = gl.constexpr(128)
 
 @aggregate
 class Ring:
-    """Shared-memory buffers between the producer and the consumers. Reduction steps use the slots in turn."""
+    """Shared-memory buffers (slots) between the producer and the consumers. Reduction steps use the slots in turn."""
 
     a: gl.shared_memory_descriptor
     b: gl.shared_memory_descriptor
@@ -42,7 +42,7 @@ class Ring:
 
 @gluon.jit
 def make_ring(a, b, SLOTS: gl.constexpr, GATHER: gl.constexpr):
-    """Make a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread also signals `full`
+    """Return a ring over buffers [SLOTS, ...] of both operands. With GATHER, each producer thread also signals `full`
     when the rows that the thread copies have arrived."""
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -100,12 +100,10 @@ def gather_block(ready, pointers, mask, buffer):
 
 @gluon.jit
 def moved(pointers, num_columns):
-    """Return the pointers [rows, columns] of a gather, moved to the right by `num_columns`.
-
-    Without assembly, the compiler would move each pointer by a multiply-add right before the copy. A forward pass would
-    then take 1 to 6 % longer on an H100. Presumably multiply-adds wait for the unit that starts the tensor cores'
-    multiplications. Additions in assembly stay additions.
-    """
+    """Return the pointers [rows, columns] of a gather, moved to the right by `num_columns`. Without assembly, the
+    compiler would move each pointer by a multiply-add right before the copy. A forward pass would then take 1 to 6 %
+    longer on an H100. Presumably multiply-adds wait for the unit that starts the tensor cores' multiplications.
+    Additions in assembly stay additions."""
     BITS: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
     num_bytes = num_columns.to(gl.int64) * (BITS // 8)
     at = gl.inline_asm_elementwise(
@@ -158,7 +156,7 @@ def halves(value):
 
 @gluon.jit
 def joined(left, right):
-    """Join a left and a right half of columns, the inverse of `halves`."""
+    """Return the left and the right half joined along the columns, as the inverse of `halves`."""
     return gl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
 
 
@@ -173,8 +171,7 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Unpack 32-bit values into neighbouring 16-bit columns, as the inverse of `packed`. The assembly keeps the
-    compiler from moving the unpacking."""
+    """Return the 16-bit columns that `packed` packed. The assembly keeps the compiler from moving the unpacking."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)

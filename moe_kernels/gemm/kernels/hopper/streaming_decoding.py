@@ -1,8 +1,4 @@
-"""Entries of the kernel catalog for the grouped GEMM of quantised weights and few rows per group.
-
-`streaming_decoding_device.py` holds the kernel. With few rows per group, reading and decoding the weights takes most of
-the time. These kernels decode the weights in the registers that mma reads.
-"""
+"""Kernel catalog entries of the grouped GEMM of quantised weights for few rows per group, and their argument checks."""
 
 from __future__ import annotations
 
@@ -53,12 +49,10 @@ class StreamingDecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group for one index along K.
-
-        Each tile of rows reads the weight again. The estimate assumes enough tiles for the average number of rows plus
-        two standard deviations, which covers most groups. With at most one row per group on average, narrow tiles
-        (below 128 columns) cost less, because few groups must occupy all SMs. Otherwise wide tiles cost less.
-        """
+        """Return the cost of one group for one index along K. Each tile of rows reads the weight again. The assumed
+        tiles cover the average number of rows plus two standard deviations, enough for most groups. With at most one
+        row per group on average, narrow tiles (below 128 columns) cost less, because few groups must occupy all SMs.
+        Otherwise wide tiles cost less."""
         rows, columns, _ = self.metadata.design.tile_shape
         average = args.rows_per_group
         passes = max(cdiv(math.ceil(average + 2 * math.sqrt(average)), rows), 1)

@@ -3,7 +3,7 @@
 One program multiplies a tile's rows, ROWS at a time, by BLOCK_OUT rows of a weight [OUT, IN]. TMA copies the weight
 through a ring buffer in shared memory, 64 or 128 bytes of each row per step. Each thread reads 16 stored bytes of a row
 at a time, decodes the bytes in registers, and multiplies with mma.sync. The weight is the left operand of mma, so that
-ROWS can be as small as 8. wgmma could also read decoded values from registers, but ptxas up to 12.9 miscompiles it.
+ROWS can be as small as 8. wgmma is no alternative: ptxas up to 12.9 miscompiles wgmma with decoded values in registers.
 
 mma may sum over the reduction axis in any order. Each thread therefore keeps weight values in the order in which they
 are stored. `_mma_order` permutes the values of the tile's rows to the same order. No value moves to another thread.
@@ -73,11 +73,9 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 
 @gluon.jit
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
-    """Permute the reduction axis of rows [ROWS, K] to the order in which `_decoded` returns the weight.
-
-    A chunk of 64 bytes has four axes: thread, 4-byte word of the thread, pair of values in the word, and value in the
-    pair. The result's order is word, pair, thread, value, because mma multiplies the pairs of four threads at a time.
-    """
+    """Return rows [ROWS, K] with the reduction axis in the order of the weight that `_decoded` returns. A chunk of 64
+    bytes has four axes: thread, 4-byte word of the thread, pair in the word, and value in the pair. The result's order
+    is word, pair, thread, value, because mma multiplies the pairs of four threads at a time."""
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # a word holds 8 values; values j and j + 4 are pair j
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
@@ -88,7 +86,7 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
-    """Return a step's bfloat16 weight [BLOCK_OUT, VALUES], in mma's order. Its bits equal those of `dequantize`."""
+    """Return a step's bfloat16 weight [BLOCK_OUT, VALUES], in mma's order, with the same bits as `dequantize`."""
     BLOCK_OUT: gl.constexpr = stored.shape[0]
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":

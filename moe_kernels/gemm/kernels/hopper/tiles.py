@@ -15,10 +15,9 @@ MOST_WALKED = gl.constexpr(32)  # maximum number of groups without a table: one 
 LONG_REDUCTION = gl.constexpr(16)
 
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
-# Half-width tiles recur periodically in the order of tiles, so some programs get more half-width tiles than others.
-# These programs run ever further ahead of programs that read the same data. If the L2 cache drops the data before the
-# slower programs read the data, the second read from memory costs more than half-width tiles save. This number was
-# measured with kernels that keep no pace (`pace.py`).
+# Half-width tiles recur periodically in the order of tiles, so some programs get more of them and run ever further
+# ahead. The L2 cache may then drop data before slower programs read the data. Reading the data from memory again costs
+# more than half-width tiles save. The number was measured with kernels that keep no pace (`pace.py`).
 LONG_WORK = gl.constexpr(4400)
 
 
@@ -27,8 +26,9 @@ class Tiles:
     """The tiles of the product, one for each pair of a row tile and a column tile. A tile table defines the row tiles.
     Without a table, the groups' offsets define the row tiles."""
 
-    entries: gl.tensor  # pointer to entries [capacity, 2]; without a table, after `with_walk`, cumulative tile counts
-    bounds: gl.tensor  # pointer to bounds [G + 2]; without a table, to offsets [G] or, after `with_walk`, end rows
+    # Without a table, `with_walk` puts the groups' cumulative tile counts in `entries` and their end rows in `bounds`.
+    entries: gl.tensor  # pointer to the table's entries [capacity, 2]; without a table, unused before `with_walk`
+    bounds: gl.tensor  # pointer to the table's bounds [G + 2]; without a table, to the offsets [G]
     num_rows: gl.tensor
     num_row_tiles: gl.tensor
     num_column_tiles: gl.tensor
@@ -117,8 +117,7 @@ def row_tile_at(tiles, row_tile):
 
 @gluon.jit
 def tile_at(tiles, tile):
-    """Return (group, first row, end row of the group, column tile). Past the last tile, return the values of the
-    last tile."""
+    """Return (group, first row, end row of group, column tile) of a tile, or of the last tile if `tile` is larger."""
     tile = max(min(tile, tiles.num_row_tiles * tiles.num_column_tiles - 1), 0)
     band = tiles.group_tiles * tiles.num_column_tiles
     first = tile // band * tiles.group_tiles

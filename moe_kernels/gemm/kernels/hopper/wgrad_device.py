@@ -60,10 +60,8 @@ def turns(tiles):
 
 @gluon.jit
 def tile_at(tiles, turn):
-    """Return (group, tile along K, tile along N, rows in group, end row of group) of this program's `turn`-th tile.
-
-    Past the last tile, return the values of the last tile.
-    """
+    """Return (group, tile along K, tile along N, number of rows in the group, end row of the group) of this program's
+    tile number `turn`. Past the program's last tile, return the values of the last tile of all."""
     # In odd turns, programs take tiles in reverse order, so that no program gets the longest tile of every turn.
     place = gl.program_id(0) if turn % 2 == 0 else gl.num_programs(0) - 1 - gl.program_id(0)
     tile = min(turn * gl.num_programs(0) + place, tiles.num_tiles - 1)
@@ -134,7 +132,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # Both numbers below are multiples of 8. The rounding tells this to the compiler, which then makes 16-byte copies.
+    # Rounding changes nothing, but tells the compiler that 8 divides both numbers, as 16-byte copies require.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0

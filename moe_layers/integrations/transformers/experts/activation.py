@@ -46,11 +46,8 @@ def recognise_gated(experts: nn.Module, apply_gate: Callable[[Tensor], Tensor], 
 
 
 def recognise_plain(experts: nn.Module, activation: Callable[[Tensor], Tensor]) -> Activation:
-    """Return the plain activation that gives the results of `activation` on test values.
-
-    Raises:
-        ValueError: no activation of this package equals `activation`.
-    """
+    """Return the plain activation that gives the results of `activation` on test values. Raise ValueError if no
+    activation of this package does."""
     values = _probe(experts)[:, None]
     with torch.no_grad():
         wanted = activation(values)
@@ -87,8 +84,8 @@ def _match(
 ) -> Activation:
     for activation in candidates:
         values = apply_activation(inputs, activation, implementation="reference")
-        # The tolerance exceeds the error of float32 operations in `wanted`, which is 1e-7 of `scale`. The two most
-        # similar activations, GELU by tanh and by erf, differ by more than the tolerance: by 1e-4 of `scale`.
+        # The tolerance lies between two differences. Float32 operations in `wanted` cause errors of 1e-7 of `scale`.
+        # The two most similar activations, GELU by tanh and by erf, differ by 1e-4 of `scale`.
         if wanted.shape == values.shape and ((wanted.double() - values).abs() <= 2e-6 * scale).all():
             return activation
     function = getattr(experts, "act_fn", None)

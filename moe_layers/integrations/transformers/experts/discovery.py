@@ -21,17 +21,13 @@ from .experts_forward import ExpertsSpec, check_weights, experts_forward, interf
 from .parametrized import check_stored
 from .replaced_forwards import has_other_forward
 
-# Naming pattern of transformers' classes that hold routed experts.
-_NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")
+_NAMED_EXPERTS = re.compile(r"Experts|(Moe|MoE|MoeBlock|MoEBlock|SparseMLP)$")  # class names of routed experts
 
 
 @dataclass(frozen=True)
 class Found:
-    """An experts module that this package can compute.
-
-    Attributes:
-        forwards: module -> its replacement forward. Empty if the experts' configuration selects this package's forward.
-    """
+    """An experts module that this package can compute. `forwards` maps modules to replacement forwards, and is empty if
+    the experts' configuration selects this package's forward."""
 
     name: str
     experts: nn.Module
@@ -48,13 +44,11 @@ class Found:
 
 
 def find_experts(model: nn.Module, implementation: str | None, selectable: set[int]) -> list[Found]:
-    """Return all experts of a model, in the order of its modules.
+    """Return all experts of a model, in the order of its modules. Raise ValueError if the model has no experts, or
+    unsupported ones.
 
     Args:
         selectable: ids of the configurations in which `enable` may set the experts implementation.
-
-    Raises:
-        ValueError: the model has no experts, or unsupported ones.
     """
     found = [
         part

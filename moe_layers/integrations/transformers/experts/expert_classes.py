@@ -1,4 +1,4 @@
-"""Replacement forwards, by class name, for experts of transformers whose class has no experts interface.
+"""Defines replacement forwards, by class name, for experts of transformers whose class has no experts interface.
 
 The modules keep their positions and parameters, and still call one another. Hooks, LoRA and sharding of the modules
 still apply. Modules of transformers are annotated as `Any`, because each class has different attributes.
@@ -121,21 +121,13 @@ def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Swap:
-    """Replacement forwards for one class of experts.
+    """Replacement forwards for one class of experts."""
 
-    Attributes:
-        forward: replaces the forward of the experts.
-        spec: makes the ExpertsSpec from the experts module and an implementation.
-        caller: class of the block around the experts, if the block's forward must also be replaced. Default "": none.
-        caller_forward: replaces the forward of that block. Default None.
-        oldest: the oldest supported version of transformers. Default "0": every version.
-    """
-
-    forward: Callable[..., object]
-    spec: Callable[[nn.Module, str | None], ExpertsSpec]
-    caller: str = ""
-    caller_forward: Callable[..., object] | None = None
-    oldest: str = "0"
+    forward: Callable[..., object]  # replaces the forward of the experts
+    spec: Callable[[nn.Module, str | None], ExpertsSpec]  # (experts module, implementation) -> its ExpertsSpec
+    caller: str = ""  # class of the block around the experts, if the block's forward must also be replaced
+    caller_forward: Callable[..., object] | None = None  # replaces the forward of that block
+    oldest: str = "0"  # oldest supported version of transformers; "0": every version
 
 
 def _swiglu_like(experts: Any, act_fn: Callable[[Tensor], Tensor]) -> Activation:

@@ -59,23 +59,16 @@ class LowRank(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Describes how to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases.
-
-    Attributes:
-        transposed: whether the stored matrices are [in, out] instead of [out, in].
-        implementation: "triton", "reference", or None to choose by device.
-        normed: whether `post_expert_norm` normalises each expert's output before the output is weighted.
-        precision: "fp8" or "fp8_saved" for e4m3 GEMMs, see `fused_experts`; None (default) for the tokens' dtype.
-    """
+    """Describes how to compute an experts module from `gate_up_proj` (or `up_proj`), `down_proj` and their biases."""
 
     copies: ClassVar[bool] = False  # True if `w_up` is a copy of the parameters instead of a view
     activation: Activation
-    implementation: str | None
-    transposed: bool = False
+    implementation: str | None  # "triton", "reference", or None to choose by device
+    transposed: bool = False  # whether the stored matrices are [in, out] instead of [out, in]
     bias: bool = False
-    weight_on_input: bool = False
-    normed: bool = False
-    precision: str | None = None
+    weight_on_input: bool = False  # whether routing weights multiply the experts' inputs instead of the outputs
+    normed: bool = False  # whether `post_expert_norm` normalises each expert's output before the output is weighted
+    precision: str | None = None  # "fp8" or "fp8_saved" for e4m3 GEMMs, see `fused_experts`; None: the tokens' dtype
 
     @property
     def _up_name(self) -> str:
@@ -142,11 +135,8 @@ class ExpertsSpec:
 
 
 def interface_spec(experts: Any, implementation: str | None) -> ExpertsSpec:
-    """Return the spec of an experts module whose forward calls the experts interface.
-
-    Raises:
-        ValueError: this package cannot compute the module. The message gives the reason.
-    """
+    """Return the spec of an experts module whose forward calls the experts interface. Raise ValueError, with the
+    reason, for unsupported modules."""
     normed = getattr(experts, "has_post_expert_norm", False)
     if normed and experts.has_bias:
         raise ValueError(f"moe_layers: experts with a norm must have no biases, got both in {type(experts).__name__}")
@@ -227,11 +217,8 @@ def experts_forward(
     top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
     top_k_weights: Tensor,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute an experts module. This function serves as the forward of the module.
-
-    Raises:
-        ValueError: this package cannot compute the module. The first call raises the error, with the reason.
-    """
+    """Compute an experts module, as the forward of the module. The first call raises ValueError, with the reason, for
+    unsupported modules."""
     # Look up attributes in `__dict__`, because `nn.Module.__getattr__` is slow for missing attributes.
     if ENABLED not in self.__dict__:
         _recognise_once(self)
@@ -248,7 +235,7 @@ def compute_module(
     choice: Tensor | ExpertRows,  # [T, K] int32 or int64, or the rows that a dispatcher passes
     topk_weights: Tensor,  # [T, K] float32
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # keys of the cached e4m3 weights; None: the parameters of `self`
+    parameters: tuple[Weight, Weight] | None = None,  # these identify the cached e4m3 weights; None: those of `self`
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)

@@ -1,8 +1,5 @@
-"""Computes transformers' FP8 experts. The weights are either float8 with a scale per block, or packed float4 with one
-power-of-two scale per 32 numbers.
-
-transformers has a separate registry of implementations for these experts.
-"""
+"""Computes transformers' FP8 experts, for which transformers has a separate registry of implementations. The weights
+are either float8 with a scale per block, or packed float4 with one power-of-two scale per 32 numbers."""
 
 from __future__ import annotations
 
@@ -56,11 +53,7 @@ class Float8Spec(ExpertsSpec):
 
 
 def float8_spec(experts: Any, implementation: str | None) -> Float8Spec:
-    """Return the spec of an FP8 experts module.
-
-    Raises:
-        ValueError: this package cannot compute the module. The message gives the reason.
-    """
+    """Return the spec of an FP8 experts module. Raise ValueError, with the reason, for unsupported modules."""
     kind = type(experts).__name__
     if experts.down_proj.dtype == torch.int8:
         format = MXFP4

@@ -28,19 +28,14 @@ _BITSANDBYTES = ("bitsandbytes.nn.parametrize", "Bnb4bitParametrization")
 
 
 class StoredMxfp4(nn.Module):
-    """Computes a parameter [E, in, out] from the blocks [E, out, in / 32, 16] of a published gpt-oss.
-
-    Args:
-        scales: one power of two for each block of 32 inputs.
-        dtype: dtype of the parameter.
-    """
+    """Computes a parameter [E, in, out] from the blocks [E, out, in / 32, 16] of a published gpt-oss."""
 
     scales: Tensor
 
     def __init__(
         self,
-        scales: Tensor,  # [E, out, in / 32] uint8
-        dtype: torch.dtype,
+        scales: Tensor,  # [E, out, in / 32] uint8: one power of two for each block of 32 inputs
+        dtype: torch.dtype,  # dtype of the parameter
     ):
         super().__init__()
         self.register_buffer("scales", scales)
@@ -80,8 +75,8 @@ def stored_weight(
     """Return the quantised weight of a parameter, or None if the parameter must be read as a tensor.
 
     Args:
-        names: parameters to read in the same form: either all in stored form, or all as tensors. All are read as
-            tensors if other code, such as a PEFT wrapper that adds adapters, changes one of these parameters.
+        names: parameters that are read either all in stored form, or all as tensors. If other code, such as a PEFT
+            wrapper that adds adapters, changes one of these parameters, all are read as tensors.
         transposed: whether the parameter is [E, in, out] instead of [E, out, in].
     """
     if "parametrizations" not in experts._modules or name not in names:

@@ -98,8 +98,8 @@ def replace_forwards(place: Place) -> None:
 
 
 def adapt(module: Any) -> None:
-    """If a module is PEFT's wrapper around enabled or sharded experts, replace the wrapper's forward. If the experts
-    are sharded, also make the wrapper's merge raise. Else warn if the kernels cannot compute the wrapper's adapters."""
+    """Replace the forward of a module that is PEFT's wrapper around enabled or sharded experts. For sharded experts,
+    also make the wrapper's `merge` raise. For other experts, warn if the kernels cannot compute the adapters."""
     if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
         return
     wrapper: Any = module

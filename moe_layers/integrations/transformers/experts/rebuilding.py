@@ -16,14 +16,12 @@ from moe_kernels.runtime.pytorch import has_saved_tensors_hooks
 def rebuilt_in_backward(
     copy: Tensor, parameters: tuple[Any, ...], build: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Return a context in which autograd saves `parameters` instead of `copy`.
+    """Return a context in which autograd saves `parameters` instead of `copy`. Backward then computes the copy anew, as
+    `build(*parameters).to(copy.dtype)`.
 
     The context does nothing if gradients are disabled, or for inference tensors, which have no version. Under
     `torch.compile` the context does nothing, because the compiler recomputes copies on its own. With other saved-tensor
     hooks (activation checkpointing, offloading) the context does nothing, because autograd calls only the newest hooks.
-
-    Args:
-        build: computes the values of `copy` from the parameters; a cast to the dtype of `copy` follows.
     """
     if torch.compiler.is_compiling() or has_saved_tensors_hooks() or not torch.is_grad_enabled():
         return nullcontext()

@@ -15,10 +15,8 @@ _FORWARD = "_moe_layers_forward"  # module attribute that holds the function tha
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
-    """Make calls of a module run `forward(module, ...)`, unless another library replaced the module's forward.
-
-    A wrapper around an earlier replacement remains, and calls the new replacement.
-    """
+    """Make calls of a module run `forward(module, ...)`, unless another library replaced the module's forward. A
+    wrapper around an earlier replacement remains, and calls the new replacement."""
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):
         module.forward = _Forward(module).run

@@ -30,11 +30,8 @@ if Version(transformers.__version__) < Version("5.19"):
 
 
 def hooked_routers(model: nn.Module) -> dict[str, HookedRouter]:
-    """Return block name -> hooked router, for all experts modules. Hook routers that are not hooked yet.
-
-    Raises:
-        ValueError: a block's router is not supported.
-    """
+    """Return block name -> hooked router, for all experts modules. Hook routers that are not hooked yet. Raise
+    ValueError if a block's router is not supported."""
     modules = dict(model.named_modules())
     experts = [name for name, module in modules.items() if has_interface(module) or swap_of(module) is not None]
     found = [_router_of(modules, name) for name in experts]
@@ -58,10 +55,8 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the name of the block, the name of the router, and the experts module called `name`.
-
-    The block may be the experts module itself. Wrappers may be around the experts and around the router.
-    """
+    """Return the names of the block and the router of the experts called `name`, and the experts module. The block may
+    be the experts module itself. Wrappers may be around the experts and around the router."""
     parts = name.split(".") if name else []
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:

@@ -29,7 +29,7 @@ from .model_forward import ModelForward, check_single_loss, current_forward
 
 # These routers return probabilities. The logarithms of probabilities equal the logits up to a constant per token.
 PROBABILITIES = ("Gemma4TextRouter", "DiffusionGemmaTextRouter")
-_BIASES = ("e_score_correction_bias", "expert_bias")
+_BIASES = ("e_score_correction_bias", "expert_bias")  # possible names of the attribute that holds a selection bias
 
 
 class HookedRouter:
@@ -89,8 +89,7 @@ class HookedRouter:
 
     @property
     def selection_bias(self) -> Tensor | None:  # [E]
-        """Return a view of the model's selection bias, or None without one. In-place changes of the view change the
-        model."""
+        """Return a view of the selection bias, or None without one. In-place changes of the view change the model."""
         for module in (*self.router.modules(), self.block):
             for name in _BIASES:
                 if isinstance(bias := getattr(module, name, None), Tensor):
@@ -220,7 +219,7 @@ class HookedRouter:
         chosen: Tensor,  # [T, K]
         keys: Tensor | None,  # [T, E]: the scores that the router gave to top-k
         forward: ModelForward | None,
-        watches: bool,
+        watches: bool,  # False: no counts and no statistics, as in a recomputation
     ) -> Tensor:  # [T, K]
         """Compute losses, counts and statistics. Return the weights with the loss attached to them."""
         if type(self.router).__name__ in PROBABILITIES:
@@ -277,7 +276,7 @@ class HookedRouter:
 
 
 def _num_experts(router: Any) -> int:
-    """Return the number of experts that a router can choose, including zero experts, which return the token."""
+    """Return the number of experts that a router can choose, including zero experts, whose output is the token."""
     config = getattr(router, "config", None)
     for holder, name in ((router, "n_routed_experts"), (router, "num_experts"), (config, "num_experts")):
         if isinstance(value := getattr(holder, name, None), int):
@@ -286,13 +285,11 @@ def _num_experts(router: Any) -> int:
 
 
 class _Selection(TorchFunctionMode):
-    """While active, records the router's top-k of scores [T, E], and may replace the chosen experts.
+    """While active, records the router's top-k of scores [T, E]. If `choose` is not None, `choose(T, K)` replaces the
+    chosen experts.
 
     A replaced top-k returns the new experts with their scores. The router's own code then computes the weights from
     these scores. A top-k of groups, [T, groups] or [T, groups, members], is ignored.
-
-    Args:
-        choose: function of T and K that returns the new choice. None keeps the router's choice.
     """
 
     def __init__(self, num_experts: int, choose: Callable[[int, int], ReplayedChoice] | None):

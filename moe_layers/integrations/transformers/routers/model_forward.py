@@ -1,8 +1,9 @@
-"""Records one forward of a transformers model: the padding, and all that a recomputation in backward must repeat.
+"""Records one forward of a transformers model: the padding, and the data that a recomputation in backward must reuse.
 
 An MoE block of transformers gets no attention mask, and cannot tell which forward a checkpointed region recomputes.
-Hooks on the model provide the mask and the forward. A tensor hook on the model's outputs runs before any layer is
-recomputed, and tells the routers which forward will be recomputed. The hook works with every kind of checkpointing.
+Module hooks on the model provide the mask and the forward. A tensor hook on the model's outputs runs in backward before
+any layer is recomputed, and tells the routers which forward will be recomputed. The tensor hook works with every kind
+of checkpointing.
 """
 
 from __future__ import annotations
@@ -42,16 +43,12 @@ class ModelForward:
         mask = arguments.get("attention_mask")
         # Ignore masks that are not [B, S], because masks prepared for attention do not tell which tokens are padding.
         self._attention_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
-        # (number of tokens, device) -> mask. Layers on the same device share a mask.
-        self._token_masks: dict[tuple[int, torch.device], Tensor] = {}
+        self._token_masks: dict[tuple[int, torch.device], Tensor] = {}  # (number of tokens, device) -> shared mask
         self._batch = len(tokens) if isinstance(tokens, Tensor) else None
 
     def token_mask(self, name: str, num_tokens: int, device: torch.device) -> Tensor | None:  # [T] bool
-        """Return the mask of non-padding tokens on a layer's device. Return None without an attention mask [B, S].
-
-        Raises:
-            ValueError: the number of the layer's tokens does not fit the attention mask.
-        """
+        """Return the mask of non-padding tokens on a layer's device, or None without an attention mask [B, S]. Raise
+        ValueError if the number of tokens of the layer `name` does not fit the attention mask."""
         mask = self._attention_mask
         if mask is None:
             return None

@@ -44,9 +44,9 @@ class RoutingCallback(TrainerCallback):
     sum or maximum over the layers, and `routing/<layer>/<metric>` is the value of one layer. With several ranks,
     statistics cover all ranks of `group`.
 
-    The callback divides the gradients of `balance_routing`'s losses by the number of accumulation steps, unless
-    `balance_routing` got `num_tokens`. With `fp16=True`, the callback multiplies these gradients by the GradScaler's
-    scale. The counts of the loss `global_batch` include the earlier accumulated calls of the same step.
+    If `balance_routing` got no `num_tokens`, the callback divides the gradients of its losses by the number of
+    accumulation steps. With `fp16=True`, the callback multiplies the losses' gradients by the GradScaler's scale. The
+    counts of the loss `global_batch` include the earlier accumulated calls of the same step.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.
@@ -80,7 +80,8 @@ class RoutingCallback(TrainerCallback):
         self._shares: dict[str, Tensor] = {}  # layer name -> scale of the layer's losses in each accumulated call
         self.steps: list[int] = []
         self.loads: list[dict[str, Tensor]] = []  # for each log, a dict: layer name -> tokens per expert [E]
-        # Wrap `log`, because the Trainer has no event before it writes a log. A separate log would replace this log.
+        # Wrap `log`, because the Trainer has no event before it writes a log. If this callback called `log` separately,
+        # the Trainer would skip its own log.
         trainer.log = partial(self._log, trainer.log)
 
     @property

@@ -27,10 +27,7 @@ from .experts_of_rank import Sharing
 
 class DispatchedExperts(EPImplementation):
     """Computes one experts module for transformers' `EPImplementationInterface`. Each module has its own instance.
-
-    Raises:
-        ValueError: tensor parallelism is enabled (tp_size > 1), or this package cannot compute the experts.
-    """
+    Raises ValueError if tensor parallelism is enabled (tp_size > 1), or if this package cannot compute the experts."""
 
     def __init__(self, experts: Any, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh):
         super().__init__(experts, ep_mesh, tp_mesh)

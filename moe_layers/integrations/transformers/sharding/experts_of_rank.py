@@ -21,15 +21,10 @@ from ..experts.experts_forward import ATTRIBUTE, ExpertsSpec, LowRank, changes_o
 
 @dataclass
 class Sharing:
-    """The settings with which one experts module is sharded over ranks.
+    """The settings with which one experts module is sharded over ranks."""
 
-    Attributes:
-        name: the name of the experts in errors.
-        num_experts: number of experts on all ranks together.
-    """
-
-    name: str
-    num_experts: int
+    name: str  # name of the experts in errors
+    num_experts: int  # number of experts on all ranks together
     ranks: Ranks
     style: ExpertParallel
     _dispatchers: dict[str, RankDispatcher] = field(default_factory=dict)
@@ -63,7 +58,7 @@ class Sharing:
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return this rank's slices of PEFT's factors. Backward multiplies their gradients by `replicated_scale`."""
+        """Return this rank's slices of PEFT's factors, whose gradients backward multiplies by `replicated_scale`."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
@@ -93,8 +88,8 @@ class ExpertsOfModule:
             yield from change
 
     def __call__(self, rows: ExpertRows) -> Tensor:
-        # Pass the module's own parameters: the cache of e4m3 weights identifies a weight by its parameter object, and
-        # local parts are new objects in each call.
+        # Pass the module's own parameters, by which the cache of e4m3 weights identifies a weight. The local parts are
+        # new objects in each call.
         parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
         with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
             return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)

@@ -72,7 +72,7 @@ class _Part(NamedTuple):
     experts: nn.Module
     spec: ExpertsSpec
     num_experts: int
-    share: range
+    share: range  # ids of this rank's experts
 
 
 def shard_experts(

@@ -52,9 +52,10 @@ def reading_shares(
 ) -> Iterator[None]:
     """Make `from_pretrained` call `enable` and `shard_experts` for each model before any weight is read.
 
-    Each rank then reads its own experts and all weights that are not experts. Each weight is read only when its
-    conversion starts. With GPUs, pass `device_map={"": device}` to `from_pretrained`. The context needs a version of
-    transformers that reads parts of DTensors, such as 5.23. Use safetensors files, because other files are read whole.
+    Each rank then reads its own experts and all weights that are not experts. A weight is read only when transformers
+    starts to convert the weight to the model's layout. With GPUs, pass `device_map={"": device}` to `from_pretrained`.
+    The context needs a version of transformers that reads parts of DTensors, such as 5.23. Use safetensors files,
+    because other files are read whole.
 
     All ranks must enter and leave the context, and call `from_pretrained` equally often. In `from_pretrained`, and at
     the end of the context, a rank waits up to 30 minutes for slower ranks. An error on one rank ends the wait at once.
