@@ -34,7 +34,7 @@ class RouterSpec:
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds the
             bias to the logits instead. None, the default, means no bias.
         num_groups: experts form this many groups of consecutive ids.
-        topk_groups: number of groups, those with the highest scores, whose experts can be chosen.
+        topk_groups: number of groups whose experts can be chosen: the groups with the highest scores.
         group_score: score of a group: "max" of its experts' scores, or "top2_sum", the sum of the two highest.
         normalize: whether weights are divided by the norm of the chosen scores, but at least by `norm_minimum`. The
             norm is (sum of score ** norm_power) ** (1 / norm_power) + norm_epsilon.
@@ -43,7 +43,7 @@ class RouterSpec:
         weight_on_input: whether the weight multiplies the expert's input instead of its output.
 
     Raises:
-        ValueError: an unknown name, or a number out of range.
+        ValueError: a name is unknown, or a number is out of range.
     """
 
     input_norm_epsilon: float | None = None
@@ -79,8 +79,8 @@ class RouterSpec:
             if not isinstance(value, int | float) or not math.isfinite(value):
                 raise ValueError(f"RouterSpec: {name} must be a finite number, got {value!r}")
         self._check_ranges()
-        # `is_softmax_of_logits` is computed once, because torch.compile with dynamic shapes turns numbers such as
-        # `scale` into inputs of its graph.
+        # Compute `is_softmax_of_logits` here, and not in the property. With dynamic shapes, torch.compile would turn
+        # the numbers that the property reads, such as `scale`, into inputs of its graph.
         object.__setattr__(self, "_is_softmax_of_logits", self._chooses_and_weighs_by_softmax())
 
     def _check_ranges(self) -> None:

@@ -28,9 +28,9 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
 
     Raises:
         ValueError: `layer` is neither a `MoEFeedForward` nor an enabled model.
-        NotImplementedError: the reference implementation would run (for example without a GPU), the experts are sharded
-            over ranks, or a transformers model has experts outside a separate block. In the first two cases the memory
-            depends on the routing.
+        NotImplementedError: the memory depends on the routing, because the reference implementation would run (for
+            example on a CPU) or the experts of the `MoEFeedForward` are sharded over ranks. In a transformers model,
+            also: a norm follows the experts, or the module that holds router and experts also holds attention.
     """
     if hasattr(layer, "aux_loss_scale"):
         if layer.experts.local_share is not None:

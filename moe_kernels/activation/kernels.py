@@ -89,7 +89,7 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] if destination_ptr is given, with any S
+    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] if destination_ptr is given, which names rows in [0, S)
     dpreactivation_stride,
     weighted_ptr,  # receives A_w: [R, F], equal to dweighted_ptr; [S, F] if destination_ptr is given
     weighted_stride,

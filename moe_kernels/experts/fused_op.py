@@ -43,7 +43,7 @@ reduction. The adapters' scale is multiplied into up_b and down_b. With G = gath
     ddown_b = G^T @ (A_w @ down_a^T)                ddown_a = (G @ down_b)^T @ A_w
     dup_b = dH^T @ (X @ up_a^T)                     dup_a = (dH @ up_b)^T @ X
 
-Forward saves X @ up_a^T [R, r]. Quantised weights are frozen. With many rows, each GEMM that reads a weight has a
+Forward saves X @ up_a^T [R, r]. Quantised weights are frozen. With many rows, each GEMM that reads such a weight has a
 further live tensor, a dequantised copy: of w_up in forward and for dtokens, of w_down in forward and for the hidden
 gradients.
 
@@ -210,7 +210,7 @@ def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Ten
 
 
 def _main_grads(ctx: Any) -> dict[str, Tensor]:
-    """Return, by weight name, the `main_grad` of each weight whose `grad` the running backward would accumulate."""
+    """Return, by weight name, the `main_grad` of each weight for which `is_accumulated` returns True."""
     nodes = {name: node for name, (node, _) in zip(ctx.names, ctx.next_functions, strict=False)}
     names = [name for name in ("w_up", "w_down") if name in fused_experts_op.needed(ctx)]
     names = [name for name in names if is_accumulated(name, nodes[name])]

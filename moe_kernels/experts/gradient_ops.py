@@ -55,9 +55,9 @@ def hidden_gradients_op(
     needs_w_down: bool,
     is_traced: bool,
 ) -> HiddenGradients:
-    """Return dH, A_w and the routing weights' gradient. A tracer cannot know whether GEMMs read a copy of dout's rows,
-    `drows`, or gather the rows. With `is_traced`, `drows` is therefore always a tensor if w_down needs a gradient. This
-    tensor is uninitialised if GEMMs gather."""
+    """Return `HiddenGradients`. The field `drows` is None if w_down needs no gradient, or if GEMMs gather the rows of
+    dout. A tracer cannot know whether GEMMs gather. With `is_traced`, `drows` is therefore an uninitialised tensor
+    instead of None if GEMMs gather and w_down needs a gradient."""
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None

@@ -47,11 +47,11 @@ def main_grad_of(name: str, weight: Any) -> Tensor:
 
 
 def mark_added(weight: Any) -> Tensor | None:
-    """Return the gradient that autograd gets for a weight, after the true gradient was added to `main_grad`.
+    """Mark a weight's gradient as added to `main_grad`, and return the gradient that autograd gets instead.
 
-    The gradient is None, except under Megatron's DistributedDataParallel, whose parameters have the attribute
-    `grad_added_to_main_grad`. Set this attribute to True. Megatron's hooks need a tensor: zeros if the weight sets
-    `zero_out_wgrad`, else any values.
+    Parameters of Megatron's DistributedDataParallel have the attribute `grad_added_to_main_grad`. For such a weight,
+    set the attribute to True and return a tensor, which Megatron's hooks need: zeros if the weight sets
+    `zero_out_wgrad`, else an uninitialised tensor. For any other weight, return None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -3,9 +3,8 @@
 The batch can influence a token's result in three ways:
 
 * The number of rows usually decides which kernel multiplies, and each kernel sums in its own order. These ops therefore
-  always choose the kernel for `ASSUMED_ROWS` rows per group. Only this package's kernels compute a token's result,
-  because libraries such as cuBLAS choose a kernel by the actual number of rows. Within a kernel, all tiles sum in the
-  same order.
+  choose the kernel for `ASSUMED_ROWS` rows per group. Only this package's kernels compute a token's result, because
+  libraries such as cuBLAS choose by the actual number of rows. Within a kernel, all tiles sum in the same order.
 * The address and strides of the tokens also decide between kernels. `canonical_layout` therefore makes the layout
   independent of the batch.
 * On a CPU, PyTorch's summation order depends on the shape of a product. PyTorch also computes the ends of a tensor with
@@ -38,9 +37,10 @@ def invariant_linear(
 ) -> Tensor:  # [T, N]
     """Return `tokens @ weight.T`. A token's result and gradient do not depend on the other tokens, bit for bit.
 
-    Accumulates in float32 and rounds once; float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Deterministic. Differentiable in `tokens` and `weight`. The
-    gradient of `weight` is a sum over all tokens. Upstream gradients are rounded to the dtype of `tokens` first.
+    Accumulates in float32 and rounds once. Float32 operands use TF32 only if
+    `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
+    `torch.set_float32_matmul_precision("high")`. Deterministic. Differentiable in `tokens` and `weight`. The gradient
+    of `weight` is a sum over all tokens. Upstream gradients are first rounded to the dtype of `tokens`.
 
     Args:
         out_dtype: dtype of the result. None, the default, is the dtype of `tokens`. 16-bit operands also allow float32.

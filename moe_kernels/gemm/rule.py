@@ -1,4 +1,4 @@
-"""Sort kernels by a rule of thumb, for sizes without a measurement."""
+"""Sorts kernels by a rule of thumb, for sizes without a measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def best_first(kernels: list[Kernel], args: Arguments, measured: str | None) -> 
     return sorted(kernels, key=rank)
 
 
-# The possible results of `_half_speed`, in multiplications per element read.
+# `_half_speed` returns one of these three numbers of multiplications per element read.
 _HALF_SPEED = 20
 _HALF_SPEED_OF_MANY_ROWS = 40
 _HALF_SPEED_BETWEEN_LINES = 150
@@ -36,8 +36,8 @@ def _half_speed(args: Arguments) -> int:
 
     A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece spans two
     lines, and loads limit the GEMM's speed. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128.
-    With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128. Kernels that compute the last
-    column tile at half width are an exception.
+    With many rows, tiles of 128x256 are 1.1 to 1.35 times as fast as tiles of 128x128, except in kernels that compute
+    the last column tile at half width.
     """
     if not isinstance(args, GroupedGemmArguments | WgradArguments):
         return _HALF_SPEED

@@ -1,7 +1,5 @@
-"""Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU.
-
-`planning` lists the GEMMs of an op and the kernels that the op selects on this GPU or on another GPU.
-"""
+"""Selects a kernel for arguments and launches it. Selection measures no times and never waits for the GPU. `planning`
+lists the GEMMs of an op and the kernels that the op selects on this GPU or on another GPU."""
 
 from __future__ import annotations
 
@@ -98,7 +96,8 @@ def planning(
 
 
 def target_cc(device: torch.device) -> int:
-    """Return the compute capability that kernels are selected for, such as 90 for 9.0. Without a GPU, return 0."""
+    """Return the compute capability that kernels are selected for, such as 90 for 9.0: that of the target in
+    `planning`, else that of `device`. Return 0 if there is no target and `device` is no GPU."""
     if _planner.plan is not None and _planner.plan.target is not None:
         return _planner.plan.target.cc
     return device_cc(device) if device.type == "cuda" else 0
@@ -349,7 +348,8 @@ def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple
 
 @functools.cache
 def table_for(device: torch.device) -> Table:
-    """Return the user's table for this GPU model. Without a GPU, Triton or a table file, the table is empty."""
+    """Return the user's table for this GPU model. The table is empty if `device` is no GPU, if Triton is missing, or
+    if the GPU model has no table file."""
     if device.type != "cuda" or not HAS_TRITON:
         return Table({}, {})
     return table_of(torch.cuda.get_device_name(device))

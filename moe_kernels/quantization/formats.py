@@ -19,7 +19,7 @@ INT8 = WeightFormat("int8", (1, 0))  # bitsandbytes' LLM.int8(): a scale per row
 
 FORMATS = {"fp8": FP8, "mxfp4": MXFP4, "nf4": NF4, "nf4_nested": NF4_NESTED, "int8": INT8}
 
-# Unsupported formats of other projects, each with the reason.
+# Known formats that are not supported, each with the reason.
 _REFUSED = {
     "awq": "its groups have zero points",
     "gptq": "its groups have zero points",
@@ -41,7 +41,7 @@ def as_format(op: str, format: str | WeightFormat) -> WeightFormat:
     """Return the format that a name denotes. A `WeightFormat` is checked and returned unchanged.
 
     Raises:
-        NotImplementedError: the format belongs to another project and is not supported.
+        NotImplementedError: the name denotes a known format that is not supported, such as "awq".
         ValueError: the name is unknown, or the block size is not allowed for the format.
     """
     if isinstance(format, str) and format in FORMATS:

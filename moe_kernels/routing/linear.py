@@ -46,16 +46,17 @@ def router_logits(
     tokens: Tensor,  # [T, D]
     w_router: Tensor,  # [E, D]
     logit_bias: Tensor | None,  # [E]
+    dtype: torch.dtype,
     batch_invariant: bool,
 ) -> Tensor:  # [T, E]
-    """Return tokens @ w_router.T + logit_bias, accumulated and stored in float32."""
+    """Return tokens @ w_router.T + logit_bias, accumulated in float32 and rounded to `dtype`."""
     if not batch_invariant and halves_dtype(tokens, w_router) is not None:
-        return launch_product(tokens, w_router.t(), torch.float32, bias=logit_bias)
+        return launch_product(tokens, w_router.t(), dtype, bias=logit_bias)
     if batch_invariant:
         logits = invariant_product(tokens.to(w_router.dtype), w_router.t(), torch.float32)
     else:
         logits = torch.mm(tokens.float(), w_router.float().t())
-    return logits if logit_bias is None else logits.add_(logit_bias)
+    return (logits if logit_bias is None else logits.add_(logit_bias)).to(dtype)
 
 
 def router_gradients(

@@ -28,6 +28,11 @@ class LinearRouter(NamedTuple):
     is_softmax: bool  # whether `RouterSpec.is_softmax_of_logits` is True and there is no `logit_bias`
     invariant_logits: bool  # whether the logits are batch-invariant
     settings: ScoreSettings
+    rounds_logits: bool = False  # whether logits are rounded to the tokens' dtype; False: logits are float32
+
+    def logits(self, tokens: Tensor) -> Tensor:  # [T, E]
+        dtype = tokens.dtype if self.rounds_logits else torch.float32
+        return router_logits(tokens, self.w_router, self.logit_bias, dtype, self.invariant_logits)
 
     @property
     def is_softmax_of_chosen(self) -> bool:
@@ -60,7 +65,7 @@ def launch_routing(
     topk_experts: Tensor,  # [T, K] int32 contiguous, written here
 ) -> Tensor:  # [T, E]
     """Write `topk_weights` and `topk_experts`, and return the logits."""
-    logits = router_logits(tokens, router.w_router, router.logit_bias, router.invariant_logits)
+    logits = router.logits(tokens)
     if router.is_softmax:
         launch_topk(logits, topk_weights, topk_experts, router.settings.normalize)
     else:
@@ -77,7 +82,8 @@ def linear_routing_op(tokens: Tensor, router: LinearRouter) -> tuple[Tensor, Ten
 
 @linear_routing_op.register_fake
 def _(tokens, router):
-    logits = tokens.new_empty(tokens.shape[0], router.w_router.shape[0], dtype=torch.float32)
+    dtype = tokens.dtype if router.rounds_logits else torch.float32
+    logits = tokens.new_empty(tokens.shape[0], router.w_router.shape[0], dtype=dtype)
     return *empty_choice(tokens, router.top_k), logits
 
 
@@ -121,7 +127,7 @@ def routing_gradients_op(
             # dlogits becomes [T, E] float32 for float32 GEMMs, and [T, 2E] for 16-bit GEMMs: see `halves_dtype`.
             logits, split_dtype = None, halves_dtype(tokens, w_router)
             if not router.is_softmax_of_chosen:
-                logits = router_logits(tokens, w_router, logit_bias, router.invariant_logits)
+                logits = router.logits(tokens)
             if router.is_softmax:
                 choice, num_experts = (topk_weights, topk_experts), w_router.shape[0]
                 dlogits = topk_backward_op(dweights, *choice, logits, dlogits, num_experts, split_dtype)

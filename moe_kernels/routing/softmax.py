@@ -29,7 +29,6 @@ def launch_topk(
     top_k = topk_weights.shape[1]
     if num_tokens:
         E_P2 = next_power_of_2(num_experts)
-        # One warp holds all logits of a token, so finding a maximum needs no shared memory.
         block_t = max(1, 512 // E_P2)
         launch_kernel(
             _topk_kernel,
@@ -45,7 +44,7 @@ def launch_topk(
             K_P2=next_power_of_2(top_k),
             E_P2=E_P2,
             BLOCK_T=block_t,
-            num_warps=1,
+            num_warps=1,  # one warp holds all logits of a token, so finding a maximum needs no shared memory
         )
 
 

@@ -4,8 +4,8 @@ of its tensors into the parameters of the launches.
 `replay.py` decides when a function is recorded. A record holds no tensor. Temporaries that only kernels use are placed
 in one block, where temporaries with separate lifetimes share bytes. A run allocates the block first and frees it at
 the end. If there are only launches, a run also allocates all other tensors first, and makes all launches at once. If
-PyTorch operations divide the launches into groups, each other tensor is allocated right before the group or operation
-that first uses the tensor.
+PyTorch operations divide the launches into groups, every tensor outside the block is allocated right before the group
+or operation that first uses the tensor.
 
 Early allocation raises the peak memory above that of the recorded function. If the rise exceeds 64 MiB, tensors above
 1 MiB are allocated right before the first launch that uses them, and freed after the last launch that uses them,

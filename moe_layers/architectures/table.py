@@ -23,7 +23,7 @@ _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_pytorch_ta
 _PLAIN = {"relu2": "relu_squared", "relu": "relu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "silu": "silu"}
 
 
-# Each function below reads one field of a `MoEConfig` from a model's configuration, or returns such a reader.
+# Each function down to `Architecture` reads one `MoEConfig` field from a configuration, or returns such a reader.
 
 
 def _none(config: ModelConfig) -> None:

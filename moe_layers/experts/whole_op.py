@@ -55,19 +55,22 @@ def runs_as_one_op(
         and layer.observer is None
         and layer._config.latent_dim is None
         and not (experts.reserved_sms or layer.separate_router_input)
-        # A dispatch mode must see each op. Compiled code runs without modes and cannot check for modes.
-        and (torch.compiler.is_dynamo_compiling() or not (num_dispatch_modes() and type(tokens) is Tensor))
-        and is_called_as_written(router)
-        and is_called_as_written(experts)
+        and not ("forward" in vars(router) or has_hooks(router))
+        and not ("forward" in vars(experts) or has_hooks(experts))
         and (lora is None or not any_dropout(active_adapters(lora, None)))
-        and runs_kernels(experts.implementation, _as_computed(tokens) if any_autocast_is_enabled() else tokens)
+        and runs_unseen(experts.implementation, tokens)
     )
 
 
-def _as_computed(tokens: Tensor) -> Tensor:
-    """Return a tensor with the op's dtype and device: under autocast an empty slice of the tokens, else the tokens."""
+def runs_unseen(implementation: str | None, tokens: Tensor) -> bool:
+    """Return whether kernels compute the tokens, and no dispatch mode must see each op."""
+    # Compiled code runs without modes and cannot check for modes.
+    if not torch.compiler.is_dynamo_compiling() and num_dispatch_modes() and type(tokens) is Tensor:
+        return False
     device_type = tokens.device.type
-    return autocast(tokens[:0], device_type) if autocast_is_enabled(device_type) else tokens
+    if any_autocast_is_enabled() and autocast_is_enabled(device_type):
+        tokens = autocast(tokens[:0], device_type)  # an empty tensor in the dtype in which the kernels compute
+    return runs_kernels(implementation, tokens)
 
 
 def compute_whole(
@@ -86,20 +89,18 @@ def compute_whole(
     return made.out
 
 
-def is_called_as_written(module: nn.Module) -> bool:
-    """Return whether a call runs the class's `forward` without hooks, except hooks marked by `watches_choice`. A marked
-    hook only reads the router's choice."""
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of the module runs hooks, except hooks marked by `watches_choice`. A marked hook only reads
+    the router's choice."""
     own = vars(module)
-    if "forward" in own:
-        return False
     for name in _GLOBAL_HOOKS:
         if _of_all_modules[name]:
-            return False
+            return True
     for name in _HOOKS:
         for hook in own[name].values():
             if not hasattr(hook, "watches_choice"):
-                return False
-    return True
+                return True
+    return False
 
 
 def check_tokens(
@@ -117,7 +118,7 @@ def check_tokens(
     weight = experts.w_up if weight is None else weight
     if x.dtype == weight.dtype and x.device == weight.device:
         return
-    if type(experts) is not GroupedExperts or not is_called_as_written(experts):
+    if type(experts) is not GroupedExperts or "forward" in vars(experts) or has_hooks(experts):
         return
     device_type = weight.device.type
     if x.device != weight.device:

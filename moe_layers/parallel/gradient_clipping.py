@@ -27,7 +27,7 @@ def clip_grad_norm_(
     """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but accept parameters of different meshes together.
 
     The norm counts all shards of a sharded gradient, and one copy of a replicated gradient. The norm is bitwise equal
-    on all ranks, and has the dtype to which the dtypes of all gradients promote. Gradients must already be averaged.
+    on all ranks, and has the dtype to which the dtypes of all gradients promote. Gradients must be averaged over ranks.
     All ranks must pass the parameters in the same order. Only `error_if_nonfinite` synchronises the host.
 
     Returns:
@@ -71,7 +71,7 @@ def _sharding(gradient: Tensor) -> Sharding:
 
 
 def _norm(parameters: list[Tensor], sharding: Sharding, norm_type: float, foreach: bool | None) -> Tensor:  # scalar
-    """Return the norm of equally sharded gradients."""
+    """Return the norm of the parameters' gradients, which must all have the given sharding. All shards count."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     shards = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     held = [shard for shard in shards if shard.numel()]

@@ -135,7 +135,7 @@ class TopKRouter(nn.Module):
 
     @property
     def num_slots(self) -> int | None:
-        """Return the number of slots per token, or None if an assignment decides the number only in each forward."""
+        """Return the number of slots per token, or None if it depends on the logits, as with `CustomAssignment`."""
         if self.assignment is None:
             return self.top_k
         return self.assignment.num_slots(self.num_experts, self.top_k)

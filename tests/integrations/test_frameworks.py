@@ -125,7 +125,9 @@ def compare_with_enable(load, tmp_path):
     loaded = load(tmp_path)
     assert loaded.config._experts_implementation == NAME
     enable(model)
-    assert torch.equal(loaded(input_ids=draw_tokens(model)).logits, model(input_ids=draw_tokens(model)).logits)
+    tokens = draw_tokens(model)
+    found, wanted = (each(input_ids=tokens).logits for each in (loaded, model))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # with `enable`, one op also computes the router
 
 
 def test_ms_swift(monkeypatch, tmp_path):

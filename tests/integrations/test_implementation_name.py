@@ -59,7 +59,8 @@ def test_from_pretrained_and_from_config_take_the_name(tmp_path, device):
     wanted = saved(input_ids=tokens).logits
     for model in (loaded, made):
         assert model.config._experts_implementation == NAME
-        assert torch.equal(model(input_ids=tokens).logits, wanted)
+        # With `enable`, one op also computes the router.
+        torch.testing.assert_close(model(input_ids=tokens).logits, wanted, rtol=1e-4, atol=1e-5)
         assert getattr(experts_of(model), ATTRIBUTE) == getattr(experts_of(saved), ATTRIBUTE)
         assert getattr(experts_of(copy.deepcopy(model)), ATTRIBUTE) == getattr(experts_of(saved), ATTRIBUTE)
     loaded.save_pretrained(tmp_path / "again")

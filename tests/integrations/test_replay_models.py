@@ -79,13 +79,13 @@ def test_every_router_is_seen_and_replayed(model_type, device):
         out.float().square().mean().backward()
         return out.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
-    expected = run()
     observers = observe(model)
     record = captured(model, lambda: model(input_ids=tokens, use_cache=False))
+    expected = run()
     with record.replay(model):
         assert_same_bits(run(), expected)
     statistics = [observer.read() for observer in observers.values()]
-    assert all(layer.smallest_margin >= 0 and layer.num_tokens == 2 * tokens.numel() for layer in statistics)
+    assert all(layer.smallest_margin >= 0 and layer.num_tokens == 3 * tokens.numel() for layer in statistics)
     state = [*model.named_parameters(), *model.named_buffers()]
     has_bias = any(name.endswith(("e_score_correction_bias", "expert_bias")) for name, _ in state)
     assert all((observer.router.selection_bias is not None) == has_bias for observer in observers.values())

@@ -19,8 +19,8 @@ from ..kernel import SUPPORTED, Design, Kernel, Status, operand_error
 from ..tile_table import tile_table_bytes, tile_table_in, write_table
 from .ragged import MAX_ROWS
 
-# Cost of reading one byte of B, in multiplications. While a GPU (A100 to B200) reads one byte from memory, the tensor
-# cores can do about 100 multiplications. The cost is half of this number.
+# Assumed cost of reading one byte of B, in multiplications: half of the roughly 100 multiplications that the tensor
+# cores of a GPU (A100 to B200) can do while the GPU reads one byte from memory.
 _MULTIPLICATIONS_PER_BYTE = 50
 _BOUNDS_BLOCK = 128  # number of rows per tile in tables for weight-gradient kernels, which do not read the tiles
 
@@ -189,8 +189,8 @@ def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
 
 
 def num_programs(tensor: Tensor, reserved_sms: int = 0) -> int:
-    """Return the number of programs: one for each SM that is not reserved, and at least one. Without a GPU, assume the
-    132 SMs of an H100. In the interpreter, assume 3 SMs, so that each program computes several tiles."""
+    """Return the number of programs: one for each SM that is not reserved, and at least one. If `tensor` is not on a
+    GPU, assume the 132 SMs of an H100, or 3 SMs in the interpreter, so that each program computes several tiles."""
     num_sms = _num_sms(tensor.device) if tensor.is_cuda else 3 if INTERPRET else 132
     return max(num_sms - reserved_sms, 1)
 

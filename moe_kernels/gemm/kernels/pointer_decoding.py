@@ -145,7 +145,7 @@ class DecodingGemmOperands:
 
 
 class DecodingGemm(Kernel):
-    """Computes `DecodingGemmArguments` products of all weight formats, with or without a gather, a tile per program."""
+    """Computes grouped GEMMs with a quantised B of any format, with or without a gather. A program computes a tile."""
 
     arguments_class = DecodingGemmArguments
 

@@ -146,7 +146,7 @@ def _streaming_kernel(
 
 
 class StreamingGroupedGemm(GroupedGemmKernel):
-    """Computes `GroupedGemmArguments` products for B stored as [G, N, K]. A may be gathered. Any epilogue is gated."""
+    """Computes grouped GEMMs with B stored as [G, N, K]. A may be gathered. An epilogue must be a gated activation."""
 
     @property
     def epilogues(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
 
     def estimate(self, args: GroupedGemmArguments) -> float:
         """Return the cost of one group for one index along K, in multiplications. Each row tile reads the weight again.
-        The assumed tiles cover the average number of rows plus two standard deviations, enough for most groups."""
+        Tiles are counted for the average number of rows plus two standard deviations: most groups have fewer rows."""
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape
         average = rows_bucket(args.num_rows, num_groups)

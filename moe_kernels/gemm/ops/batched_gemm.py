@@ -23,9 +23,9 @@ def batched_gemm(
     """Return a @ b for each pair of matrices of a batch. An operand without a batch axis is used in every pair.
     Differentiable in `a` and `b`. Deterministic.
 
-    Operands may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. Backward first rounds
-    upstream gradients to the dtype of `a`.
+    Operands may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only if
+    `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
+    `torch.set_float32_matmul_precision("high")`. Backward first rounds upstream gradients to the dtype of `a`.
 
     Shapes: a [M, K] or [L, M, K], b [K, N] or [L, K, N]; result [M, N] or [L, M, N].
 

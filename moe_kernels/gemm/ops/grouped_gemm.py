@@ -52,10 +52,10 @@ def grouped_gemm(
     `row_scale` also scales the bias, so that a routing weight passed as `row_scale` scales an expert's whole output.
     Operands may have any strides: a stored [G, N, K] weight is passed as `.transpose(-2, -1)` without a copy.
     Accumulates in float32. Tensor cores sum 128 float8 products at a time with about 14 bits, and these sums are
-    accumulated in float32. Float32 operands use TF32 only after `torch.set_float32_matmul_precision` or
-    `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at or past `offsets[-1]` are zeros. In the
-    operands, these rows affect neither the result nor a gradient, even if they hold NaN. Deterministic, without host
-    synchronisation.
+    accumulated in float32. Float32 operands use TF32 only if `torch.backends.cuda.matmul.fp32_precision` is "tf32", for
+    example after `torch.set_float32_matmul_precision("high")`. In the result, rows at or past `offsets[-1]` are zeros.
+    In the operands, these rows affect neither the result nor a gradient, even if they hold NaN. Deterministic, without
+    host synchronisation.
 
     Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
     order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` before

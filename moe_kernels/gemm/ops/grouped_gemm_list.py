@@ -39,8 +39,8 @@ def grouped_gemm_list(
     Operands are stored by rows or by columns, with any leading dimension. An operand without a contiguous axis is
     copied first. Any size may be 0. K = 0 gives zeros. Accumulates in float32 and rounds once. Tensor cores sum the
     float8 products of one step of the reduction with about 14 bits, and these sums are accumulated in float32. Float32
-    operands use TF32 only after `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision =
-    "tf32"`. Deterministic.
+    operands use TF32 only if `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
+    `torch.set_float32_matmul_precision("high")`. Deterministic.
 
     Differentiable in every matrix that is not float8. Backward first rounds upstream gradients to the operands' dtype.
     Backward takes one launch for the gradients of `a_list` and one for `b_list`. A gradient is stored by rows or by

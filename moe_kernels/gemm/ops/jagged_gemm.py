@@ -39,8 +39,7 @@ class PackedGroups(NamedTuple):
 def pack_groups(
     a_list: Sequence[Tensor],  # [M, K] each
 ) -> PackedGroups:
-    """Copy groups of rows into one tensor for `jagged_gemm`. The offsets are uploaded asynchronously. Differentiable in
-    each group.
+    """Copy groups of rows into one tensor for `jagged_gemm`. Differentiable. Offsets are uploaded asynchronously.
 
     Shapes: a_list [M, K] each; result a_packed [R, K], group_offsets [G + 1] int32.
 
@@ -69,10 +68,11 @@ def jagged_gemm(
     """Multiply each group of rows by the same matrix. Differentiable in `a_packed` and `b`.
 
     Operands of different dtypes are first converted to the promoted dtype, which is also the result's dtype. Operands
-    may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only after
-    `torch.set_float32_matmul_precision` or `torch.backends.cuda.matmul.fp32_precision = "tf32"`. In the result, rows at
-    or past the last offset are zeros. These rows of `a_packed` do not affect the result or a gradient. The gradient of
-    `b` is summed in a fixed order and stored like `b`. Deterministic, without host synchronisation.
+    may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only if
+    `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
+    `torch.set_float32_matmul_precision("high")`. In the result, rows at or past the last offset are zeros. These rows
+    of `a_packed` affect neither the result nor a gradient. The gradient of `b` is summed in a fixed order and stored
+    like `b`. Deterministic, without host synchronisation.
 
     Shapes: a_packed [R, K], b [K, N], group_offsets [G + 1] int32 or int64; result [R, N].
 

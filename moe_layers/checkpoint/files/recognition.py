@@ -16,16 +16,15 @@ _FIRST = {"thinker", "encoder"}  # submodels whose layers may be selected by num
 
 
 def is_main(block: Block) -> bool:
-    """Return whether a block belongs to the submodel that the configuration describes: a language model or encoder."""
+    """Return whether a block belongs to the language model or, in an encoder-decoder, to the encoder. The prefix of
+    such a block has only words of `_COMMON` and `_FIRST` before its first number."""
     return _part(block.prefix) <= _FIRST
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
-    """Return the block of the layer with this index, or the block with this prefix.
-
-    An index counts the layers of the language model. In an encoder-decoder, an index counts the encoder's layers. Raise
-    ValueError if no block or several blocks match.
-    """
+    """Return the block with the prefix `layer`, or the block of the layer with the index `layer`. An index counts the
+    layers of the submodel that `is_main` describes. If this submodel has no block, an index counts the layers of the
+    others. Raise ValueError if no block or several blocks match."""
     blocks = find_blocks(files.file_of)
     if isinstance(layer, str):
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]

@@ -191,8 +191,8 @@ def dequantize_mxfp4(
     scales: Tensor,  # [..., N, K / 32] uint8 or float8_e8m0fnu
     name: str,
 ) -> Tensor:  # [..., N, K] float32
-    """Return the exact weight: every 4-bit number times the scale of its group of 32, a power of two. Raise ValueError
-    with `name` if a scale is 255, the NaN of e8m0."""
+    """Return the exact weight: every 4-bit number times its scale. Each group of 32 numbers shares one scale, a power
+    of two. Raise ValueError with `name` if a scale is 255, the NaN of e8m0."""
     if blocks.dtype == torch.int8:
         blocks = blocks.view(torch.uint8).unflatten(-1, (-1, _MXFP4_GROUP // 2))
     scales = scales.view(torch.uint8)

@@ -9,9 +9,10 @@ this implementation, and also replaces the forwards of blocks without an experts
     ...
     disable(model)
 
-The model keeps its modules, parameters, names and routers; only the computation of the experts changes. That
-computation includes PEFT's adapters of the experts' weights (`target_parameters` of LoraConfig), even if the adapters
-are added after `enable`. This package needs transformers 5.7 or later, and reads adapters of peft 0.18 or later.
+The model keeps its modules, parameters and names; only the computation of the experts and of softmax routers changes
+(`experts/deferred_routing.py`). The op of the experts also computes PEFT's adapters of their weights
+(`target_parameters` of LoraConfig), even if the adapters are added after `enable`. This package needs transformers 5.7
+or later, and reads adapters of peft 0.18 or later.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from moe_kernels.runtime.pytorch import called_while_traced
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
+from .experts.deferred_routing import FORM, router_forward
 from .experts.discovery import Found, find_experts
 from .experts.experts_forward import ATTRIBUTE, ENABLED, FORMS, NAME, SHARING, TOLD
 from .experts.peft_adapters import (
@@ -46,6 +48,7 @@ from .experts.peft_adapters import (
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
 from .routers.attached import release_routers
+from .routers.deferral import deferrable_router
 
 __all__ = ["EnableReport", "disable", "enable"]
 
@@ -72,6 +75,7 @@ class EnableReport:
         adapted: names of the parameters whose PEFT adapters (LoRA) the experts' op computes.
         quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
         adapted_by_wrapper: name of a parameter or an experts module -> reason why PEFT's wrapper computes the adapters.
+        fused_routers: number of blocks whose experts' op also computes the router, unless other code reads the routing.
     """
 
     blocks: int
@@ -79,10 +83,13 @@ class EnableReport:
     adapted: tuple[str, ...] = ()
     adapted_by_wrapper: dict[str, str] = field(default_factory=dict)
     quantized: dict[str, int] = field(default_factory=dict)
+    fused_routers: int = 0
 
     def __str__(self) -> str:
         kinds = (f"{count} {name} ({activation}, {path})" for (name, activation, path), count in self.kinds.items())
         text = f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
+        if self.fused_routers:
+            text += f"; the routers of {self.fused_routers}"
         for format, num_bytes in self.quantized.items():
             text += f"; {num_bytes:,} bytes of weights stay {format}"
         if self.adapted:
@@ -121,7 +128,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     """Compute the experts of all MoE blocks of a model with `moe_kernels`.
 
     The function checks everything before it changes anything. If the function is interrupted, the model is not enabled.
-    An enabled model may be enabled again, with another implementation.
+    An enabled model may be enabled again, with another implementation. The op of the experts also computes softmax
+    routers, unless other code may read the routing.
 
     The function sets `experts_implementation="moe_layers"` in the model's configuration. Every other model with the
     same configuration object then also computes its experts with `moe_kernels`. If `model` is only a part of a model,
@@ -153,6 +161,9 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         _restore(model, earlier)
     _check_free(found)
     forwards = {module: forward for part in found for module, forward in part.forwards.items()}
+    modules = dict(model.named_modules())
+    routers = dict(pair for part in found if (pair := deferrable_router(modules, part)) is not None)
+    forwards |= dict.fromkeys(routers, router_forward)
     places = find_places(model, [part.experts for part in found])
     models: list[nn.Module] = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
     around = [module for module in models if found[0].experts in set(module.modules())]
@@ -169,6 +180,8 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
         for part in found:
             setattr(part.experts, ATTRIBUTE, part.spec)
             setattr(part.experts, ENABLED, part.name.replace(".base_layer", ""))
+        for router, form in routers.items():
+            setattr(router, FORM, form)
         for module, forward in forwards.items():
             replace_forward(module, forward)
         for place in places:
@@ -180,7 +193,7 @@ def enable(model: nn.Module, *, implementation: str | None = None, precision: st
     except BaseException:  # includes KeyboardInterrupt (Ctrl-C)
         _restore(model, state)
         raise
-    return _report(found, places)
+    return _report(found, places, len(routers))
 
 
 @called_while_traced
@@ -264,6 +277,7 @@ def _restore(model: nn.Module, state: _State) -> None:
             config._experts_implementation_internal = implementation
     for module in state.replaced:
         restore_forward(module)
+        vars(module).pop(FORM, None)
     for hook in state.hooks:
         hook.remove()
     for wrapper in (wrapper for place in state.places for wrapper in place.wrappers()):
@@ -285,10 +299,10 @@ def _state_of(model: nn.Module) -> _State | None:
     return getattr(_innermost(model), STATE, None)
 
 
-def _report(found: list[Found], places: list[Place]) -> EnableReport:
+def _report(found: list[Found], places: list[Place], fused_routers: int) -> EnableReport:
     kinds = Counter((part.kind, str(part.spec.activation), part.path) for part in found)
     computed, left = report_wrappers(places)
-    return EnableReport(len(found), dict(kinds), tuple(computed), left, _stored_bytes(found))
+    return EnableReport(len(found), dict(kinds), tuple(computed), left, _stored_bytes(found), fused_routers)
 
 
 @torch.no_grad()

@@ -173,6 +173,25 @@ def test_opcheck(normalize, device):
     torch.library.opcheck(linear_routing_op.overload, linear_routing_op.schema_arguments(tokens, router))
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_rounded_logits(normalize, device):
+    """The choice, the weights and their gradient are those of the rounded logits."""
+    tokens = torch.randn(40, 16, device=device).half().requires_grad_()
+    w_router = torch.randn(6, 16, device=device).half().requires_grad_()
+    router = linear_router(RouterSpec(normalize=normalize), 2, w_router)._replace(rounds_logits=True)
+    topk_weights, topk_experts, logits = linear_routing_op(tokens, router)
+    assert logits.dtype == torch.float16
+    torch.testing.assert_close(logits, tokens @ w_router.t(), rtol=2e-3, atol=1e-3)
+    given = logits.detach().float().requires_grad_()
+    wanted = topk_routing(given, 2, RouterSpec(normalize=normalize), implementation="reference")
+    assert torch.equal(topk_experts, wanted.topk_experts)
+    torch.testing.assert_close(topk_weights, wanted.topk_weights, rtol=1e-5, atol=1e-6)
+    (dlogits,) = torch.autograd.grad(wanted.topk_weights[:, 0].sum(), given)
+    found = torch.autograd.grad(topk_weights[:, 0].sum(), (tokens, w_router))
+    for gradient, expected in zip(found, (dlogits @ w_router.float(), dlogits.t() @ tokens.float()), strict=True):
+        torch.testing.assert_close(gradient.float(), expected, rtol=1e-2, atol=2e-2)
+
+
 def test_compiles_without_graph_break(device):
     assert_compiles(lambda logits: triton_topk(logits, 2).topk_weights, (torch.randn(6, 5, device=device),))
 

@@ -172,14 +172,14 @@ def grouped_gemm_kernel(
     num_rows,  # R
     num_columns,  # N
     num_column_tiles,
-    num_steps,  # number of reduction steps per tile, at least the number of parts of a finished tile
+    num_steps,  # number of reduction steps per tile, at least `num_parts(PIECES)`
     NUM_GROUPS: gl.constexpr,  # G; None if a table is given
     ZERO_TAIL: gl.constexpr,  # whether to write zeros to the rows past the last group
     EXTRA_STEPS: gl.constexpr,  # number of steps at a reduction's end that read extra_a and extra_b
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
-    PIECES: gl.constexpr,  # number of pieces of the activation; one step computes one piece
+    PIECES: gl.constexpr,  # number of pieces of a tile's activation, one per step of the next tile; 0 without one
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,

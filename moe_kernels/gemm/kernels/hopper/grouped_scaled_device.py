@@ -8,7 +8,7 @@ Each step loads its scales at its start, so that the scales arrive while the ten
 tile's position one tile ahead, because a tile's first step needs the position to load the scales.
 """
 
-# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+# This file omits `from __future__ import annotations`, because `aggregate` needs the types of fields, not strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait

@@ -9,7 +9,7 @@ In a ragged descriptor, the row coordinate reaches its bound at the end of a gro
 and writes at the end of the group (`ragged.py`). Gathered rows are copied asynchronously, 16 bytes at a time.
 """
 
-# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+# This file omits `from __future__ import annotations`, because `aggregate` needs the types of fields, not strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -102,8 +102,7 @@ def gather_block(ready, pointers, mask, buffer):
 def moved(pointers, num_columns):
     """Return the pointers [rows, columns] of a gather, moved to the right by `num_columns`. Without assembly, the
     compiler would move each pointer by a multiply-add right before the copy. A forward pass would then take 1 to 6 %
-    longer on an H100. Presumably multiply-adds wait for the unit that starts the tensor cores' multiplications.
-    Additions in assembly stay additions."""
+    longer on an H100, presumably because multiply-adds wait for the unit that starts tensor-core instructions."""
     BITS: gl.constexpr = pointers.dtype.element_ty.primitive_bitwidth
     num_bytes = num_columns.to(gl.int64) * (BITS // 8)
     at = gl.inline_asm_elementwise(
@@ -162,7 +161,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. The assembly keeps the compiler from moving the packing."""
+    """Pack neighbouring 16-bit columns into 32-bit values. Assembly fixes the place of the packing: see `pinned`."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -171,7 +170,8 @@ def packed(value):
 
 @gluon.jit
 def unpacked(pairs, DTYPE: gl.constexpr):
-    """Return the 16-bit columns that `packed` packed. The assembly keeps the compiler from moving the unpacking."""
+    """Return the 16-bit columns that `packed` packed. Without the assembly, the compiler would unpack a finished
+    tile before the next tile's first step, and run out of registers."""
     pairs = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [pairs], dtype=gl.int32, is_pure=False, pack=1)
     left = pairs.to(gl.int16).to(DTYPE, bitcast=True)
     right = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)

@@ -1,4 +1,4 @@
-"""Kernel catalog entries of the grouped GEMM of quantised weights for few rows per group, and their argument checks."""
+"""Catalog entries and argument checks of the grouped GEMM kernels for quantised weights and few rows per group."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READING = 100  # cost of reading and decoding one value of a weight; multiplyin
 
 
 class StreamingDecodingGemm(Kernel):
-    """Computes `DecodingGemmArguments` products without `extra_a`. B[g] must be a transposed quantised matrix."""
+    """Computes grouped GEMMs with a quantised B, stored as [G, N, K], and without the optional operand `extra_a`."""
 
     arguments_class = DecodingGemmArguments
     obstacle = OBSTACLE
@@ -49,10 +49,10 @@ class StreamingDecodingGemm(Kernel):
         return SUPPORTED
 
     def estimate(self, args: DecodingGemmArguments) -> float:
-        """Return the cost of one group for one index along K. Each tile of rows reads the weight again. The assumed
-        tiles cover the average number of rows plus two standard deviations, enough for most groups. With at most one
-        row per group on average, narrow tiles (below 128 columns) cost less, because few groups must occupy all SMs.
-        Otherwise wide tiles cost less."""
+        """Return the cost of one group for one index along K. Each tile of rows reads the weight again. Tiles are
+        counted for the average number of rows plus two standard deviations: most groups have fewer rows. With at most
+        one row per group on average, tiles below 128 columns cost less: such tiles make more programs, so that few
+        groups can occupy all SMs. Otherwise wider tiles cost less."""
         rows, columns, _ = self.metadata.design.tile_shape
         average = args.rows_per_group
         passes = max(cdiv(math.ceil(average + 2 * math.sqrt(average)), rows), 1)

@@ -9,7 +9,7 @@ mma may sum over the reduction axis in any order. Each thread therefore keeps we
 are stored. `_mma_order` permutes the values of the tile's rows to the same order. No value moves to another thread.
 """
 
-# No `from __future__ import annotations`: kernels read annotations as types.
+# This file omits `from __future__ import annotations`, because kernels need annotations as types, not strings.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
@@ -85,8 +85,8 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
 
 
 @gluon.jit
-def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):
-    """Return a step's bfloat16 weight [BLOCK_OUT, VALUES], in mma's order, with the same bits as `dequantize`."""
+def _decoded(stored, scale, CHUNKS: gl.constexpr, FORM: gl.constexpr, NAN_255: gl.constexpr):  # [BLOCK_OUT, VALUES]
+    """Return one step's weight in bfloat16, bitwise as by `dequantize`. The columns have the order of `_mma_order`."""
     BLOCK_OUT: gl.constexpr = stored.shape[0]
     VALUES: gl.constexpr = values_per_64_bytes(FORM) * CHUNKS
     if FORM == "mxfp4":
@@ -252,7 +252,7 @@ def streaming_kernel(
     group = gl.load(tiles_ptr + 2 * tile)
     start = gl.load(bounds_ptr + group) + gl.load(tiles_ptr + 2 * tile + 1) * TILE_ROWS
     end = gl.minimum(gl.load(bounds_ptr + group + 1), start + TILE_ROWS)
-    # The condition is always true. Without the condition, ptxas spills 8 bytes of the MXFP4 kernel.
+    # `has_weight` is always true. Without this condition, ptxas spills 8 bytes of the MXFP4 kernel.
     has_weight = group < G
     num_steps = gl.where(has_weight, STEPS, 0)
     read_end = gl.where(has_weight, end, start)

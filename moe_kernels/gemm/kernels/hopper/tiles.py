@@ -1,6 +1,6 @@
 """Finds rows and columns of a grouped GEMM's tiles from a tile table or, for few groups, from the groups' offsets."""
 
-# No `from __future__ import annotations`: the fields of an aggregate are types, not strings.
+# This file omits `from __future__ import annotations`, because `aggregate` needs the types of fields, not strings.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

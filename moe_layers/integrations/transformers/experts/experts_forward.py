@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from transformers.integrations.moe import ExpertsInterface
 
 from moe_kernels import Activation, ExpertAdapters, apply_activation, combine, grouped_gemm, permute, sort_by_expert
-from moe_kernels.experts.fused import compute_chosen, compute_experts
+from moe_kernels.experts.fused import compute_chosen, compute_experts, compute_routed
 from moe_kernels.quantization.formats import check_quantized
 from moe_kernels.runtime.pytorch import called_while_traced, unseen_by_tracers
 from moe_kernels.types import ExpertWeights, QuantizedWeight, ScaledForms, Weight
@@ -27,6 +27,7 @@ from ....checks import first_three
 from ....experts.grouped import ExpertRows
 from ....experts.kept_fp8 import KeptForms
 from .activation import recognise_gated, recognise_plain
+from .deferred_routing import DeferredRouting
 from .parametrized import check_stored, stored_weight
 from .rebuilding import rebuilt_in_backward
 
@@ -214,11 +215,16 @@ def _tell_once(experts: Any) -> None:
 def experts_forward(
     self: nn.Module,
     hidden_states: Tensor,  # [T, D]
-    top_k_index: Tensor,  # [T, K]; ids outside [0, E) add nothing
-    top_k_weights: Tensor,  # [T, K]
+    top_k_index: Tensor | DeferredRouting,  # [T, K]; ids outside [0, E) add nothing
+    top_k_weights: Tensor | DeferredRouting,  # [T, K]
 ) -> Tensor:  # [T, D]
     """Compute an experts module, as the forward of the module. The first call raises ValueError, with the reason, for
     unsupported modules."""
+    if isinstance(top_k_index, DeferredRouting):
+        if SHARING not in self.__dict__ and top_k_index.is_of(hidden_states):
+            return compute_module(self, hidden_states, top_k_index, None, changes_of(self)).to(hidden_states.dtype)
+        top_k_weights, top_k_index = top_k_index.now()
+    assert isinstance(top_k_weights, Tensor)
     # Look up attributes in `__dict__`, because `nn.Module.__getattr__` is slow for missing attributes.
     if ENABLED not in self.__dict__:
         _recognise_once(self)
@@ -232,18 +238,19 @@ def experts_forward(
 def compute_module(
     self: Any,  # an experts module with a spec
     tokens: Tensor,  # [T, D]
-    choice: Tensor | ExpertRows,  # [T, K] int32 or int64, or the rows that a dispatcher passes
-    topk_weights: Tensor,  # [T, K] float32
+    choice: Tensor | ExpertRows | DeferredRouting,  # [T, K] int32 or int64, or the rows that a dispatcher passes
+    topk_weights: Any,  # [T, K] float32; None with a DeferredRouting
     changes: Mapping[str, LowRank],
     parameters: tuple[Weight, Weight] | None = None,  # these identify the cached e4m3 weights; None: those of `self`
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)
     up_parameters, w_down = spec.up_parameters(self), spec.w_down(self)
-    adapters = spec.adapters(changes) if changes else None
+    adapters, biases = spec.adapters(changes) if changes else None, spec.biases(self)
+    of_router = choice.parameters() if isinstance(choice, DeferredRouting) else ()
 
-    def experts(tokens: Tensor, w_up: Any, w_down: Any, *biases: Tensor) -> Tensor:
-        operands = ExpertWeights(w_up, w_down, *biases)
+    def experts(tokens: Tensor, w_up: Any, w_down: Any, *others: Any) -> Tensor:
+        operands = ExpertWeights(w_up, w_down, *others[: len(biases)])
         if isinstance(choice, ExpertRows) and choice.plan is not None:
             return choice.plan(tokens, topk_weights, operands, adapters)
         settings: dict[str, Any] = {
@@ -252,17 +259,21 @@ def compute_module(
             "weight_on_input": spec.weight_on_input,
             "precision": spec.precision,
             "forms": _forms(self, parameters, weights[:2], (w_up, w_down)),
-            "implementation": spec.implementation,
         }
         with rebuilt_in_backward(w_up, up_parameters, spec.w_up) if spec.copies else nullcontext():
+            if isinstance(choice, DeferredRouting):
+                return compute_routed(tokens, choice.operands(*others[len(biases) :]), operands, **settings).out
+            settings["implementation"] = spec.implementation
             if isinstance(choice, Tensor):
                 return compute_chosen(tokens, choice, topk_weights, operands, **settings)
             assert choice.permutation is not None
             return compute_experts(tokens, topk_weights, choice.permutation, operands, **settings)
 
-    normed = partial(_normed_experts, self, choice, topk_weights)
-    weights: tuple[Any, ...] = (spec.w_up(*up_parameters), w_down, *spec.biases(self))
-    return call_with_autocast_rules(normed if spec.normed else experts, tokens, *weights)
+    weights: tuple[Any, ...] = (spec.w_up(*up_parameters), w_down, *biases, *of_router)
+    if not spec.normed:
+        return call_with_autocast_rules(experts, tokens, *weights)
+    assert not isinstance(choice, DeferredRouting)
+    return call_with_autocast_rules(partial(_normed_experts, self, choice, topk_weights), tokens, *weights)
 
 
 def _forms(

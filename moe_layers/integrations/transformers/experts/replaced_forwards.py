@@ -40,6 +40,11 @@ def has_other_forward(module: nn.Module) -> bool:
     return forward is None and "forward" in vars(module)
 
 
+def has_only_own_forward(module: nn.Module) -> bool:
+    """Return whether this package replaced the module's forward, and no other library wrapped the replacement."""
+    return _is_run(vars(module).get("forward"))
+
+
 def _is_run(forward: Any) -> bool:
     return isinstance(getattr(forward, "__self__", None), _Forward)
 

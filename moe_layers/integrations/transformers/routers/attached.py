@@ -55,26 +55,35 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the block and the router of the experts called `name`, and the experts module. The block may
-    be the experts module itself. Wrappers may be around the experts and around the router."""
+    """Return the names of the block and the router of the experts called `name`, and the experts module. Raise
+    ValueError if the router is not supported."""
+    found = router_in_block(modules, name)
+    if found is None:
+        raise ValueError(
+            f"moe_layers: {name or type(modules[name]).__name__} must have a router in its block, named one of "
+            f"{list(_NAMES)}, got none"
+        )
+    block, router = found
+    kind = type(modules[router]).__name__
+    # In DBRX, and in many models before transformers 5.17, the block chooses the experts, not the router.
+    chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
+    if reason := _REFUSED.get(kind, chosen_by_block):
+        raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")
+    return block, router, modules[name]
+
+
+def router_in_block(modules: dict[str, nn.Module], name: str) -> tuple[str, str] | None:
+    """Return the names of the block and the router of the experts called `name`, or None without a router. The block
+    may be the experts module itself. Wrappers may be around the experts and around the router."""
     parts = name.split(".") if name else []
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:
             router = f"{block}.{child}" if block else child
             while f"{router}.base_layer" in modules:  # skip PEFT's wrappers
                 router = f"{router}.base_layer"
-            kind = type(modules.get(router)).__name__
-            if not _KINDS.search(kind):
-                continue
-            # In DBRX, and in many models before transformers 5.17, the block chooses the experts, not the router.
-            chosen_by_block = _BLOCK_CHOOSES if hasattr(modules[block], "route_tokens_to_experts") else None
-            if reason := _REFUSED.get(kind, chosen_by_block):
-                raise ValueError(f"moe_layers: the router of {name} must return its choice, got {kind}: {reason}")
-            return block, router, modules[name]
-    raise ValueError(
-        f"moe_layers: {name or type(modules[name]).__name__} must have a router in its block, named one of "
-        f"{list(_NAMES)}, got none"
-    )
+            if _KINDS.search(type(modules.get(router)).__name__):
+                return block, router
+    return None
 
 
 register_finder(hooked_routers)

@@ -1,0 +1,120 @@
+"""Recognises routers of transformers that the op of the experts can compute: see `experts/deferred_routing.py`.
+
+A router is recognised by its results on test tokens, and its block by its source: the block must pass the router's
+choice and weights to the experts, and do nothing else with them. Other routers and blocks run unchanged.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import textwrap
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from moe_kernels import RouterSpec, topk_routing
+from moe_kernels.routing.linear_op import LinearRouter
+from moe_kernels.routing.routers import linear_router
+
+from ..experts.deferred_routing import Owner, RouterForm
+from ..experts.discovery import Found, has_interface
+from .attached import router_in_block
+
+_OWNER = "transformers.models."  # beginning of the names of modules whose classes are tested
+_NUM_TOKENS = 16
+
+
+def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Module, RouterForm] | None:
+    """Return the router of these experts and its form, or None if the experts' op cannot compute the router.
+    `modules` are the modules of the whole model by name."""
+    found = router_in_block(modules, part.name)
+    if found is None or not has_interface(part.experts) or part.spec.normed or part.spec.implementation == "reference":
+        return None
+    block, router = (modules[name] for name in found)
+    child = found[1].rpartition(".")[2]  # "base_layer" in PEFT's wrapper of a router, which no forward calls
+    for module in (block, router):
+        if not type(module).__module__.startswith(_OWNER) or "forward" in vars(module):
+            return None
+    if not _passes_on(block, child) or (operands := _recognised(router)) is None:
+        return None
+    settings = {name: value for name, value in vars(router).items() if isinstance(value, (bool, int, float, str))}
+    del settings["training"]
+    return router, RouterForm(operands, settings, part.spec.implementation, Owner(block))
+
+
+@torch.no_grad()
+def _recognised(router: Any) -> LinearRouter | None:
+    """Return the operands, without parameters, of a linear router whose weights are a softmax. Return None for any
+    other router."""
+    parameters, top_k = router._parameters, getattr(router, "top_k", None)
+    is_linear = set(parameters) - {"bias"} == {"weight"} and not (router._modules or router._buffers)
+    takes_tokens = len(inspect.signature(type(router).forward).parameters) == 2
+    if not (is_linear and takes_tokens and isinstance(top_k, int)) or parameters["weight"].dim() != 2:
+        return None
+    num_experts, d_model = parameters["weight"].shape
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    values = {"weight": draw(num_experts, d_model) / d_model**0.5}
+    if parameters.get("bias") is not None:
+        values["bias"] = draw(num_experts)
+    tested, tokens = copy.copy(router), draw(_NUM_TOKENS, d_model)
+    out = logits = None
+    for dtype in (torch.bfloat16, torch.float32):
+        held = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
+        # Test in training mode, because noise would change the results.
+        vars(tested).update(_parameters={**dict.fromkeys(parameters), **held}, training=True)
+        with torch.random.fork_rng(devices=[]):
+            out = type(router).forward(tested, tokens.to(dtype))
+        logits = functional.linear(tokens.to(dtype), *held.values())
+        if not isinstance(out, tuple) or len(out) != 3 or not torch.equal(out[0].float(), logits.float()):
+            return None
+    for spec in (RouterSpec.softmax(normalize=True), RouterSpec.softmax(normalize=False)):
+        if _routes_alike(out, logits, top_k, spec):  # in float32
+            operands = linear_router(spec, top_k, values["weight"], logit_bias=values.get("bias"))
+            return operands._replace(w_router=None, logit_bias=None, rounds_logits=True)
+    return None
+
+
+def _routes_alike(out: Any, logits: Any, top_k: int, spec: RouterSpec) -> bool:
+    """Return whether `spec` gives the choice and the weights in `out`, in any order of a token's experts."""
+    routing = topk_routing(logits, top_k, spec, implementation="reference")
+    wanted, found = (
+        torch.zeros_like(logits).scatter(1, experts.long(), weights.float())
+        for experts, weights in ((routing.topk_experts, routing.topk_weights), (out[2], out[1]))
+    )
+    return out[1].shape == routing.topk_weights.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def _passes_on(block: nn.Module, router: str) -> bool:
+    """Return whether the block's forward has the form
+
+        _, weights, experts = self.<router>(x)  ...  self.experts(x, experts, weights)
+
+    without another use of the three results, and without an assignment to x between the two calls."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(type(block).forward)))
+    nodes: list[Any] = list(ast.walk(body))
+    routes = [node for node in nodes if isinstance(node, ast.Assign) and _is_call(node.value, router)]
+    calls = [node for node in nodes if _is_call(node, "experts")]
+    if len(routes) != 1 or len(calls) != 1 or not isinstance(routes[0].targets[0], ast.Tuple):
+        return False
+    made = [ast.unparse(target) for target in routes[0].targets[0].elts]
+    route: Any = routes[0].value
+    (tokens, *others), given = (list(map(ast.unparse, call.args)) for call in (route, calls[0]))
+    uses = [node for node in nodes if isinstance(node, ast.Name)]
+    reads = [node.id for node in uses if node.id in made and isinstance(node.ctx, ast.Load)]
+    changes = [node.lineno for node in uses if node.id == tokens and isinstance(node.ctx, ast.Store)]
+    return (
+        len(made) == 3
+        and not others
+        and given == [tokens, made[2], made[1]]
+        and sorted(reads) == sorted(made[1:])
+        and not any(routes[0].lineno <= line < calls[0].lineno for line in changes)
+    )
+
+
+def _is_call(node: ast.AST, child: str) -> bool:
+    return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
