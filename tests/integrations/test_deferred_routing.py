@@ -102,6 +102,7 @@ READERS = {
     "hook of experts": lambda model: model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: None),
     "wrapper of a router": wrapped_forward,
     "another top_k": change_top_k,
+    "another implementation": lambda model: model.set_experts_implementation("batched_mm"),
     "dispatch mode": lambda model: Watch(),
     "replay": replay,
 }

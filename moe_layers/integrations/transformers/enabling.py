@@ -36,7 +36,7 @@ from moe_kernels.runtime.pytorch import called_while_traced
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
-from .experts.deferred_routing import FORM, router_forward
+from .experts.deferred_routing import FORM
 from .experts.discovery import Found, find_experts
 from .experts.experts_forward import ATTRIBUTE, ENABLED, FORMS, NAME, SHARING, TOLD
 from .experts.peft_adapters import (
@@ -48,7 +48,7 @@ from .experts.peft_adapters import (
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
 from .routers.attached import release_routers
-from .routers.deferral import deferrable_router
+from .routers.deferral import deferrable_router, router_forward
 
 __all__ = ["EnableReport", "disable", "enable"]
 

@@ -1,10 +1,10 @@
 """Lets the op of the experts also compute the router of a transformers block.
 
 A router of transformers runs about ten PyTorch operations, and more in backward. With few tokens, the host needs longer
-for these operations than the GPU. `enable` therefore replaces the forward of each router that `routers/deferral.py`
-recognises. `router_forward` returns a `DeferredRouting` in place of weights and experts. The block passes this object
-to its experts, whose op routes and computes in one list of launches. Logits are rounded to the dtype of the tokens, as
-in transformers, so the choice is the same. The weights stay float32.
+for these operations than the GPU. `enable` therefore replaces the forward of some routers (`routers/deferral.py`) by
+one that returns a `DeferredRouting` in place of weights and experts. The block passes this object to its experts, whose
+op routes and computes in one list of launches. Logits are rounded to the dtype of the tokens, as in transformers, so
+the choice is the same. The weights stay float32.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.routing.linear_op import LinearRouter
-
-from ....experts.whole_op import has_hooks, runs_unseen
-from .replaced_forwards import has_only_own_forward
 
 FORM = "_moe_layers_router_form"  # router's attribute that holds its RouterForm, set by `enable`
 
@@ -62,35 +59,3 @@ class DeferredRouting:
         """Return weights [T, K] and experts [T, K], computed by the router's class."""
         _, topk_weights, topk_experts = type(self.router).forward(self.router, self.tokens)
         return topk_weights, topk_experts
-
-
-def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, Any]:
-    """Return (None, routing, routing) with a `DeferredRouting`, or the results of the router's class if anything but
-    the experts may read them."""
-    if not _defers(self, getattr(self, FORM), hidden_states):
-        return type(self).forward(self, hidden_states)
-    routing = DeferredRouting(self, hidden_states)
-    return None, routing, routing
-
-
-def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
-    block = form.owner.block
-    return (
-        block is not None
-        and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # no DTensor, and no adapter of PEFT
-        and all([getattr(router, name) == value for name, value in form.settings.items()])
-        and (torch.compiler.is_dynamo_compiling() or has_only_own_forward(router))
-        and not has_hooks(router)
-        and not _experts_have_hooks(block)
-        and runs_unseen(form.implementation, tokens)
-    )
-
-
-def _experts_have_hooks(block: nn.Module) -> bool:
-    """Return whether hooks of the experts, or of PEFT's wrappers around the experts, would get a DeferredRouting."""
-    module = block._modules["experts"]
-    while module is not None:
-        if has_hooks(module):
-            return True
-        module = module._modules.get("base_layer")
-    return False

@@ -14,19 +14,54 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.routing.linear_op import LinearRouter
 from moe_kernels.routing.routers import linear_router
 
-from ..experts.deferred_routing import Owner, RouterForm
+from ....experts.whole_op import has_hooks, runs_unseen
+from ..experts.deferred_routing import FORM, DeferredRouting, Owner, RouterForm
 from ..experts.discovery import Found, has_interface
+from ..experts.experts_forward import ENABLED, NAME
+from ..experts.replaced_forwards import has_only_own_forward, is_replaced
 from .attached import router_in_block
 
 _OWNER = "transformers.models."  # beginning of the names of modules whose classes are tested
 _NUM_TOKENS = 16
+
+
+def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, Any]:
+    """Return (None, routing, routing) with a `DeferredRouting`, or the results of the router's class if anything but
+    the experts may read them."""
+    if not _defers(self, getattr(self, FORM), hidden_states):
+        return type(self).forward(self, hidden_states)
+    routing = DeferredRouting(self, hidden_states)
+    return None, routing, routing
+
+
+def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
+    return (
+        form.owner.block is not None
+        and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # no DTensor, and no adapter of PEFT
+        and all([getattr(router, name) == value for name, value in form.settings.items()])
+        and (torch.compiler.is_dynamo_compiling() or has_only_own_forward(router))
+        and not has_hooks(router)
+        and _takes_routing(form.owner.block._modules["experts"])
+        and runs_unseen(form.implementation, tokens)
+    )
+
+
+def _takes_routing(experts: Any) -> bool:
+    """Return whether `experts_forward` computes the experts, and no hook of the experts, or of PEFT's wrappers around
+    the experts, would get a DeferredRouting."""
+    while not has_hooks(experts):
+        if "base_layer" not in experts._modules:
+            is_ours = is_replaced(experts) or vars(experts.config).get("_experts_implementation_internal") == NAME
+            return ENABLED in vars(experts) and is_ours
+        experts = experts._modules["base_layer"]
+    return False
 
 
 def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Module, RouterForm] | None:
