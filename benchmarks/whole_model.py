@@ -12,8 +12,8 @@ Implementations share the parameters. Each round times each of them once. `host_
 that begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory
 allocated before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest
 implementation of transformers in the same rows. `no_experts` is the bound: experts that only scale their tokens, so the
-rest of the model takes all the time, router included. With LoRA it is no bound, because PEFT still adds the adapters to
-weights that nothing reads.
+rest of the model takes all the time, the router of transformers included. It is no bound where the experts' op also
+computes the router, nor with LoRA, because PEFT still adds the adapters to weights that nothing reads.
 
 Every implementation except the bound is first compared with float32: loss and norms of gradients may have twice the
 error of transformers' default, plus an allowance for rounding (`check_step`). Before each timing, the loss and the norm

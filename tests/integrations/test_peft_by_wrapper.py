@@ -59,7 +59,7 @@ def test_report_names_parameters():
     experts = [f"base_model.model.model.layers.{layer}.mlp.experts" for layer in (0, 1)]
     assert list(report.adapted) == [f"{name}.{key}" for name in experts for key in ("down_proj", "gate_up_proj")]
     assert report.adapted_by_wrapper == {}
-    assert str(report).endswith("; the routers of 2; with them PEFT's adapters of 4 parameters")
+    assert str(report).endswith("(swiglu, experts interface); with them PEFT's adapters of 4 parameters")
 
 
 def test_adapters_of_other_parameters_are_left_to_peft():

@@ -10,7 +10,7 @@ this implementation, and also replaces the forwards of blocks without an experts
     disable(model)
 
 The model keeps its modules, parameters and names; only the computation of the experts and of softmax routers changes
-(`experts/deferred_routing.py`). The op of the experts also computes PEFT's adapters of their weights
+(`experts/deferred_routing.py`). The op of the experts also computes PEFT's adapters of the experts' weights
 (`target_parameters` of LoraConfig), even if the adapters are added after `enable`. This package needs transformers 5.7
 or later, and reads adapters of peft 0.18 or later.
 """
@@ -36,7 +36,6 @@ from moe_kernels.runtime.pytorch import called_while_traced
 from moe_kernels.types import QuantizedWeight
 
 from ...checks import check_choice, check_kind, first_three
-from .experts.deferred_routing import FORM
 from .experts.discovery import Found, find_experts
 from .experts.experts_forward import ATTRIBUTE, ENABLED, FORMS, NAME, SHARING, TOLD
 from .experts.peft_adapters import (
@@ -48,7 +47,7 @@ from .experts.peft_adapters import (
 )
 from .experts.replaced_forwards import replace_forward, restore_forward
 from .routers.attached import release_routers
-from .routers.deferral import deferrable_router, router_forward
+from .routers.deferral import FORM, deferrable_router, router_forward
 
 __all__ = ["EnableReport", "disable", "enable"]
 
@@ -75,7 +74,7 @@ class EnableReport:
         adapted: names of the parameters whose PEFT adapters (LoRA) the experts' op computes.
         quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
         adapted_by_wrapper: name of a parameter or an experts module -> reason why PEFT's wrapper computes the adapters.
-        fused_routers: number of blocks whose experts' op also computes the router, unless other code reads the routing.
+        fused_routers: number of routers that the experts' op computes if kernels run and no other code reads them.
     """
 
     blocks: int
@@ -88,8 +87,6 @@ class EnableReport:
     def __str__(self) -> str:
         kinds = (f"{count} {name} ({activation}, {path})" for (name, activation, path), count in self.kinds.items())
         text = f"moe_layers computes the experts of {self.blocks} blocks: {', '.join(kinds)}"
-        if self.fused_routers:
-            text += f"; the routers of {self.fused_routers}"
         for format, num_bytes in self.quantized.items():
             text += f"; {num_bytes:,} bytes of weights stay {format}"
         if self.adapted:

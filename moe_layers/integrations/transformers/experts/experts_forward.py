@@ -221,9 +221,9 @@ def experts_forward(
     """Compute an experts module, as the forward of the module. The first call raises ValueError, with the reason, for
     unsupported modules."""
     if isinstance(top_k_index, DeferredRouting):
-        if SHARING not in self.__dict__ and top_k_index.is_of(hidden_states):
+        if top_k_index.is_of(hidden_states):
             return compute_module(self, hidden_states, top_k_index, None, changes_of(self)).to(hidden_states.dtype)
-        top_k_weights, top_k_index = top_k_index.now()
+        top_k_weights, top_k_index = top_k_index.compute()
     assert isinstance(top_k_weights, Tensor)
     # Look up attributes in `__dict__`, because `nn.Module.__getattr__` is slow for missing attributes.
     if ENABLED not in self.__dict__:
@@ -270,10 +270,8 @@ def compute_module(
             return compute_experts(tokens, topk_weights, choice.permutation, operands, **settings)
 
     weights: tuple[Any, ...] = (spec.w_up(*up_parameters), w_down, *biases, *of_router)
-    if not spec.normed:
-        return call_with_autocast_rules(experts, tokens, *weights)
-    assert not isinstance(choice, DeferredRouting)
-    return call_with_autocast_rules(partial(_normed_experts, self, choice, topk_weights), tokens, *weights)
+    normed = partial(_normed_experts, self, choice, topk_weights)
+    return call_with_autocast_rules(normed if spec.normed else experts, tokens, *weights)
 
 
 def _forms(
@@ -296,7 +294,7 @@ def stored_pair(experts: Any, spec: ExpertsSpec) -> tuple[Weight, Weight]:
 
 
 def _normed_experts(
-    self: Any, choice: Tensor | ExpertRows, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
+    self: Any, choice: Any, topk_weights: Tensor, tokens: Tensor, w_up: Tensor, w_down: Tensor
 ) -> Tensor:
     """Compute experts whose outputs are normalised before weighting. The fused op cannot normalise outputs, because its
     backward differentiates the down projection and the weighted sum together."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 import textwrap
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,33 +24,48 @@ from moe_kernels.routing.linear_op import LinearRouter
 from moe_kernels.routing.routers import linear_router
 
 from ....experts.whole_op import has_hooks, runs_unseen
-from ..experts.deferred_routing import FORM, DeferredRouting, Owner, RouterForm
+from ..experts.deferred_routing import DeferredRouting
 from ..experts.discovery import Found, has_interface
-from ..experts.experts_forward import ENABLED, NAME
+from ..experts.experts_forward import ENABLED, NAME, SHARING
 from ..experts.replaced_forwards import has_only_own_forward, is_replaced
 from .attached import router_in_block
 
-_OWNER = "transformers.models."  # beginning of the names of modules whose classes are tested
+FORM = "_moe_layers_router_form"  # router's attribute that holds its RouterForm, set by `enable`
+_MODELS = "transformers.models."  # package whose classes may be recognised
 _NUM_TOKENS = 16
+
+
+@dataclass
+class RouterForm:
+    """A router that the experts' op can compute."""
+
+    operands: LinearRouter  # without the router's parameters
+    attributes: dict[str, Any]  # the router's numbers and strings, which other code may change later
+    implementation: str | None  # of the experts: "triton", or None to choose by device
+    block: nn.Module | None  # None in a copy of the router alone, such as PEFT's `modules_to_save` makes
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RouterForm:
+        return replace(self, block=memo.get(id(self.block)))
 
 
 def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, Any]:
     """Return (None, routing, routing) with a `DeferredRouting`, or the results of the router's class if anything but
     the experts may read them."""
-    if not _defers(self, getattr(self, FORM), hidden_states):
+    form: RouterForm = getattr(self, FORM)
+    if not _defers(self, form, hidden_states):
         return type(self).forward(self, hidden_states)
-    routing = DeferredRouting(self, hidden_states)
+    routing = DeferredRouting(self, hidden_states, form.operands)
     return None, routing, routing
 
 
 def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
     return (
-        form.owner.block is not None
+        form.block is not None
         and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # no DTensor, and no adapter of PEFT
-        and all([getattr(router, name) == value for name, value in form.settings.items()])
+        and all([getattr(router, name) == value for name, value in form.attributes.items()])
         and (torch.compiler.is_dynamo_compiling() or has_only_own_forward(router))
         and not has_hooks(router)
-        and _takes_routing(form.owner.block._modules["experts"])
+        and _takes_routing(form.block._modules["experts"])
         and runs_unseen(form.implementation, tokens)
     )
 
@@ -59,7 +76,7 @@ def _takes_routing(experts: Any) -> bool:
     while not has_hooks(experts):
         if "base_layer" not in experts._modules:
             is_ours = is_replaced(experts) or vars(experts.config).get("_experts_implementation_internal") == NAME
-            return ENABLED in vars(experts) and is_ours
+            return is_ours and ENABLED in vars(experts) and SHARING not in vars(experts)
         experts = experts._modules["base_layer"]
     return False
 
@@ -73,13 +90,13 @@ def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Mo
     block, router = (modules[name] for name in found)
     child = found[1].rpartition(".")[2]  # "base_layer" in PEFT's wrapper of a router, which no forward calls
     for module in (block, router):
-        if not type(module).__module__.startswith(_OWNER) or "forward" in vars(module):
+        if not type(module).__module__.startswith(_MODELS) or "forward" in vars(module):
             return None
     if not _passes_on(block, child) or (operands := _recognised(router)) is None:
         return None
-    settings = {name: value for name, value in vars(router).items() if isinstance(value, (bool, int, float, str))}
-    del settings["training"]
-    return router, RouterForm(operands, settings, part.spec.implementation, Owner(block))
+    attributes = {name: value for name, value in vars(router).items() if isinstance(value, (bool, int, float, str))}
+    del attributes["training"]
+    return router, RouterForm(operands, attributes, part.spec.implementation, block)
 
 
 @torch.no_grad()
@@ -108,20 +125,12 @@ def _recognised(router: Any) -> LinearRouter | None:
         if not isinstance(out, tuple) or len(out) != 3 or not torch.equal(out[0].float(), logits.float()):
             return None
     for spec in (RouterSpec.softmax(normalize=True), RouterSpec.softmax(normalize=False)):
-        if _routes_alike(out, logits, top_k, spec):  # in float32
+        wanted = topk_routing(logits, top_k, spec, implementation="reference")  # in float32
+        same_choice = out[1].shape == out[2].shape and torch.equal(out[2].int(), wanted.topk_experts)
+        if same_choice and torch.allclose(out[1].float(), wanted.topk_weights, rtol=1e-5, atol=1e-7):
             operands = linear_router(spec, top_k, values["weight"], logit_bias=values.get("bias"))
             return operands._replace(w_router=None, logit_bias=None, rounds_logits=True)
     return None
-
-
-def _routes_alike(out: Any, logits: Any, top_k: int, spec: RouterSpec) -> bool:
-    """Return whether `spec` gives the choice and the weights in `out`, in any order of a token's experts."""
-    routing = topk_routing(logits, top_k, spec, implementation="reference")
-    wanted, found = (
-        torch.zeros_like(logits).scatter(1, experts.long(), weights.float())
-        for experts, weights in ((routing.topk_experts, routing.topk_weights), (out[2], out[1]))
-    )
-    return out[1].shape == routing.topk_weights.shape and torch.allclose(found, wanted, rtol=1e-5, atol=1e-7)
 
 
 def _passes_on(block: nn.Module, router: str) -> bool:
@@ -130,26 +139,13 @@ def _passes_on(block: nn.Module, router: str) -> bool:
         _, weights, experts = self.<router>(x)  ...  self.experts(x, experts, weights)
 
     without another use of the three results, and without an assignment to x between the two calls."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(type(block).forward)))
-    nodes: list[Any] = list(ast.walk(body))
-    routes = [node for node in nodes if isinstance(node, ast.Assign) and _is_call(node.value, router)]
-    calls = [node for node in nodes if _is_call(node, "experts")]
-    if len(routes) != 1 or len(calls) != 1 or not isinstance(routes[0].targets[0], ast.Tuple):
+    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(type(block).forward))))  # one statement per line
+    form = rf"(\w+), (\w+), (\w+)\)? = self\.{router}\((\w+)\)\n(.*)self\.experts\(\4, \3, \2\)"
+    found = re.search(form, source, re.DOTALL)
+    if found is None:
         return False
-    made = [ast.unparse(target) for target in routes[0].targets[0].elts]
-    route: Any = routes[0].value
-    (tokens, *others), given = (list(map(ast.unparse, call.args)) for call in (route, calls[0]))
-    uses = [node for node in nodes if isinstance(node, ast.Name)]
-    reads = [node.id for node in uses if node.id in made and isinstance(node.ctx, ast.Load)]
-    changes = [node.lineno for node in uses if node.id == tokens and isinstance(node.ctx, ast.Store)]
-    return (
-        len(made) == 3
-        and not others
-        and given == [tokens, made[2], made[1]]
-        and sorted(reads) == sorted(made[1:])
-        and not any(routes[0].lineno <= line < calls[0].lineno for line in changes)
-    )
-
-
-def _is_call(node: ast.AST, child: str) -> bool:
-    return isinstance(node, ast.Call) and ast.unparse(node.func) == f"self.{child}"
+    logits, weights, experts, tokens, between = found.groups()
+    uses = {f"self.{router}": 1, "self.experts": 1, logits: 1, weights: 2, experts: 2}
+    uses.pop("_", None)  # other statements may also assign to _
+    is_only_use = all(len(re.findall(rf"\b{name}\b", source)) == count for name, count in uses.items())
+    return is_only_use and not re.search(rf"\b{tokens}\b.* \S*= .*\n", between)
