@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from moe_kernels.runtime.dispatch import runs_kernels
-from moe_kernels.runtime.pytorch import any_autocast_is_enabled, num_dispatch_modes
+from moe_kernels.runtime.pytorch import any_autocast_is_enabled, jit_tracing_state, num_dispatch_modes
 
 from ..autocast import autocast, autocast_is_enabled
 from ..routing.result import differences
@@ -63,9 +63,10 @@ def runs_as_one_op(
 
 
 def runs_unseen(implementation: str | None, tokens: Tensor) -> bool:
-    """Return whether kernels compute the tokens, and no dispatch mode must see each op."""
-    # Compiled code runs without modes and cannot check for modes.
-    if not torch.compiler.is_dynamo_compiling() and num_dispatch_modes() and type(tokens) is Tensor:
+    """Return whether kernels compute the tokens, and neither a dispatch mode nor `torch.jit.trace` must see each op."""
+    if not torch.compiler.is_dynamo_compiling() and (
+        jit_tracing_state() is not None or (num_dispatch_modes() and type(tokens) is Tensor)
+    ):
         return False
     device_type = tokens.device.type
     if any_autocast_is_enabled() and autocast_is_enabled(device_type):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from moe_layers import RoutingReplay
@@ -78,9 +79,32 @@ def test_results_are_within_the_error_budget(model_type, training, device, defer
         assert len(deferred) == report.blocks
 
 
-def wrapped_forward(model):
-    forward = routers_of(model)[0].forward
-    routers_of(model)[0].forward = lambda *args: forward(*args)
+def wrap_forward(module):
+    forward = module.forward
+    module.forward = lambda *args: forward(*args)
+
+
+class Wrapper(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        out = self.inner(*args)
+        assert not any(isinstance(value, DeferredRouting) for value in (*args, *out))
+        return out
+
+
+def wrap_router(model):
+    block = model.model.layers[0].mlp
+    block.gate = Wrapper(block.gate)
+
+
+def change_class(model):
+    """Change the forward of the first router's class, as patches that record the routing do."""
+    router = routers_of(model)[0]
+    forward = type(router).forward
+    router.__class__ = type("Changed", (type(router),), {"forward": lambda self, x: forward(self, x)})
 
 
 def change_top_k(model):
@@ -98,10 +122,15 @@ def replay(model):
 READERS = {
     "hook of a router": lambda model: routers_of(model)[0].register_forward_hook(lambda *_: None),
     "hook of experts": lambda model: model.model.layers[0].mlp.experts.register_forward_pre_hook(lambda *_: None),
-    "wrapper of a router": wrapped_forward,
+    "forward of a router": lambda model: wrap_forward(routers_of(model)[0]),
+    "forward of experts": lambda model: wrap_forward(model.model.layers[0].mlp.experts),
+    "forward of a block": lambda model: wrap_forward(model.model.layers[0].mlp),
+    "wrapper of a router": wrap_router,
+    "class of a router": change_class,
     "another top_k": change_top_k,
     "another implementation": lambda model: model.set_experts_implementation("batched_mm"),
     "dispatch mode": lambda model: FlopCounterMode(display=False),
+    "function mode": lambda model: BaseTorchFunctionMode(),
     "replay": replay,
 }
 
@@ -117,6 +146,16 @@ def test_a_reader_gets_tensors(reader, device, deferred):
         logits = logits_of(model)
     assert len(deferred) == (1 if "of" in reader else 0)
     torch.testing.assert_close(logits, logits_of(plain), rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_of_data_parallel(device):
+    """nn.DataParallel copies modules with their instance attributes. Replicas have other weights than the original."""
+    model = enabled(device)
+    block = model.model.layers[0].mlp
+    replica = block.gate._replicate_for_data_parallel()
+    replica.weight = -block.gate.weight.detach()
+    x = torch.randn(5, model.config.hidden_size, device=device)
+    torch.testing.assert_close(replica(x)[0], -type(block.gate).forward(block.gate, x)[0])
 
 
 def test_other_tokens_than_those_routed(device):
@@ -201,4 +240,4 @@ FORWARDS = dict(
 @pytest.mark.parametrize("name", FORWARDS)
 def test_which_blocks(name, monkeypatch):
     monkeypatch.setattr(deferral.inspect, "getsource", lambda function: FORWARDS[name])
-    assert deferral._passes_on(nn.Identity(), "gate") == (name == "good")
+    assert deferral._passes_on(nn.Identity.forward, "gate") == (name == "good")

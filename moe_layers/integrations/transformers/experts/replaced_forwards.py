@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 _FORWARD = "_moe_layers_forward"  # module attribute that holds the function that computes the forward
+_REPLICATE = "_replicate_for_data_parallel"  # method by which nn.DataParallel copies a module to another GPU
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
@@ -20,10 +21,12 @@ def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):
         module.forward = _Forward(module).run
+        vars(module)[_REPLICATE] = _Forward(module).replicate
 
 
 def restore_forward(module: nn.Module) -> None:
     vars(module).pop(_FORWARD, None)
+    vars(module).pop(_REPLICATE, None)
     if _is_run(vars(module).get("forward")):
         del module.forward
 
@@ -62,3 +65,11 @@ class _Forward:
     def run(self, *args: Any, **kwargs: Any) -> object:
         module = self if isinstance(self, nn.Module) else self._module  # accelerate binds this function to the module
         return getattr(module, _FORWARD, type(module).forward)(module, *args, **kwargs)
+
+    def replicate(self) -> nn.Module:
+        """Return a replica for nn.DataParallel, with the forward of the class: `run` would read this module's weights,
+        which are on another GPU."""
+        replica = type(self._module)._replicate_for_data_parallel(self._module)
+        for name in (_FORWARD, _REPLICATE, "forward"):
+            del vars(replica)[name]
+        return replica

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from moe_kernels import RouterSpec, topk_routing
 from moe_kernels.routing.linear_op import LinearRouter
@@ -42,7 +44,9 @@ class RouterForm:
     operands: LinearRouter  # without the router's parameters
     attributes: dict[str, Any]  # the router's numbers and strings, which other code may change later
     implementation: str | None  # of the experts: "triton", or None to choose by device
+    child: str  # name of the router in its block
     block: nn.Module | None  # None in a copy of the router alone, such as PEFT's `modules_to_save` makes
+    forwards: tuple[Any, Any, Any]  # forwards of the classes of block, router and experts, which other code may replace
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterForm:
         return replace(self, block=memo.get(id(self.block)))
@@ -59,24 +63,35 @@ def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, An
 
 
 def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
+    block, (of_block, of_router, of_experts) = form.block, form.forwards
     return (
-        form.block is not None
+        block is not None
+        and block._modules.get(form.child) is router
+        and (type(block).forward is of_block and "forward" not in vars(block))
+        and (type(router).forward is of_router and has_only_own_forward(router))
         and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # no DTensor, and no adapter of PEFT
         and all([getattr(router, name) == value for name, value in form.attributes.items()])
-        and (torch.compiler.is_dynamo_compiling() or has_only_own_forward(router))
         and not has_hooks(router)
-        and _takes_routing(form.block._modules["experts"])
+        and _takes_routing(block._modules.get("experts"), of_experts)
+        and (torch.compiler.is_dynamo_compiling() or not any(map(_sees_ops, _get_current_function_mode_stack())))
         and runs_unseen(form.implementation, tokens)
     )
 
 
-def _takes_routing(experts: Any) -> bool:
-    """Return whether `experts_forward` computes the experts, and no hook of the experts, or of PEFT's wrappers around
-    the experts, would get a DeferredRouting."""
-    while not has_hooks(experts):
+def _sees_ops(mode: Any) -> bool:
+    return type(mode) is not DeviceContext  # of torch.set_default_device
+
+
+def _takes_routing(experts: Any, forward: Any) -> bool:
+    """Return whether `experts_forward` computes the experts, and no hook or wrapped forward of the experts, or of
+    PEFT's wrappers around the experts, would get a DeferredRouting."""
+    while experts is not None and not has_hooks(experts):
+        if "forward" in vars(experts) and not has_only_own_forward(experts):
+            return False
         if "base_layer" not in experts._modules:
-            is_ours = is_replaced(experts) or vars(experts.config).get("_experts_implementation_internal") == NAME
-            return is_ours and ENABLED in vars(experts) and SHARING not in vars(experts)
+            if ENABLED not in vars(experts) or SHARING in vars(experts) or type(experts).forward is not forward:
+                return False
+            return is_replaced(experts) or vars(experts.config).get("_experts_implementation_internal") == NAME
         experts = experts._modules["base_layer"]
     return False
 
@@ -89,14 +104,13 @@ def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Mo
         return None
     block, router = (modules[name] for name in found)
     child = found[1].rpartition(".")[2]  # "base_layer" in PEFT's wrapper of a router, which no forward calls
-    for module in (block, router):
-        if not type(module).__module__.startswith(_MODELS) or "forward" in vars(module):
-            return None
-    if not _passes_on(block, child) or (operands := _recognised(router)) is None:
+    forwards = type(block).forward, type(router).forward, type(part.experts).forward
+    is_known = all(str(forward.__module__).startswith(_MODELS) for forward in forwards[:2])
+    if not is_known or not _passes_on(forwards[0], child) or (operands := _recognised(router)) is None:
         return None
     attributes = {name: value for name, value in vars(router).items() if isinstance(value, (bool, int, float, str))}
     del attributes["training"]
-    return router, RouterForm(operands, attributes, part.spec.implementation, block)
+    return router, RouterForm(operands, attributes, part.spec.implementation, child, block, forwards)
 
 
 @torch.no_grad()
@@ -133,13 +147,17 @@ def _recognised(router: Any) -> LinearRouter | None:
     return None
 
 
-def _passes_on(block: nn.Module, router: str) -> bool:
-    """Return whether the block's forward has the form
+def _passes_on(forward: Any, router: str) -> bool:
+    """Return whether a block's forward has the form
 
         _, weights, experts = self.<router>(x)  ...  self.experts(x, experts, weights)
 
     without another use of the three results, and without an assignment to x between the two calls."""
-    source = ast.unparse(ast.parse(textwrap.dedent(inspect.getsource(type(block).forward))))  # one statement per line
+    try:
+        lines = inspect.getsource(forward)
+    except OSError:  # there is no source, as in a frozen program
+        return False
+    source = ast.unparse(ast.parse(textwrap.dedent(lines)))  # one statement per line
     form = rf"(\w+), (\w+), (\w+)\)? = self\.{router}\((\w+)\)\n(.*)self\.experts\(\4, \3, \2\)"
     found = re.search(form, source, re.DOTALL)
     if found is None:
