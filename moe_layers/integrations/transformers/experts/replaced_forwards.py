@@ -7,6 +7,7 @@ the forward of the class.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,8 @@ def has_other_forward(module: nn.Module) -> bool:
 
 def has_only_own_forward(module: nn.Module) -> bool:
     """Return whether this package replaced the module's forward, and no other library wrapped the replacement."""
-    return _is_run(vars(module).get("forward"))
+    # PyTorch 2.11 compiles this form of the check, and not that of `_is_run`.
+    return isinstance(module.forward, MethodType) and isinstance(module.forward.__self__, _Forward)
 
 
 def _is_run(forward: Any) -> bool:
