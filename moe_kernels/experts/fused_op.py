@@ -146,6 +146,8 @@ def _check_chosen(operands: ExpertOperands) -> None:
     check_num_experts(operands.num_experts)
     if router is not None:
         check_linear_router(tokens, router.w_router)
+        if (chosen_from := router.w_router.shape[0]) != operands.num_experts:
+            raise ValueError(f"fused_experts: w_router must have E={operands.num_experts} rows, got {chosen_from}")
     check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.activation)
 
 

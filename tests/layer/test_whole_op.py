@@ -341,3 +341,10 @@ def test_opcheck(device):
     for spec in (PLAIN, RouterSpec.softmax(normalize=False)):
         given = ExpertOperands(tokens, experts, router=linear_router(spec, 2, w_router))
         torch.library.opcheck(fused_experts_op.overload, fused_experts_op.schema_arguments(given))
+
+
+def test_a_router_of_other_experts_is_refused(device):
+    w_router, w_up, w_down = (torch.randn(*shape, device=device) for shape in ((5, 8), (4, 8, 8), (4, 8, 4)))
+    router = linear_router(RouterSpec(), 2, w_router)
+    with pytest.raises(ValueError, match="w_router must have E=4 rows, got 5"):
+        compute_routed(torch.randn(3, 8, device=device), router, ExpertWeights(w_up, w_down))

@@ -108,6 +108,9 @@ def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Mo
     is_known = all(str(forward.__module__).startswith(_MODELS) for forward in forwards[:2])
     if not is_known or not _passes_on(forwards[0], child) or (operands := _recognised(router)) is None:
         return None
+    with torch.no_grad():  # otherwise quantised weights that are not frozen are refused
+        if part.spec.w_down(part.experts).shape[0] != router.get_parameter("weight").shape[0]:
+            return None
     attributes = {name: value for name, value in vars(router).items() if isinstance(value, (bool, int, float, str))}
     del attributes["training"]
     return router, RouterForm(operands, attributes, part.spec.implementation, child, block, forwards)
