@@ -143,11 +143,12 @@ def _place_slots(operands: ExpertOperands) -> tuple[ExpertOperands, Tensor | Non
 
 def _check_chosen(operands: ExpertOperands) -> None:
     tokens, experts, topk_weights, topk_experts, router, *_ = operands
-    check_num_experts(operands.num_experts)
+    num_experts = operands.num_experts
+    check_num_experts(num_experts)
     if router is not None:
         check_linear_router(tokens, router.w_router)
-        if (chosen_from := router.w_router.shape[0]) != operands.num_experts:
-            raise ValueError(f"fused_experts: w_router must have E={operands.num_experts} rows, got {chosen_from}")
+        if router.w_router.shape[0] != num_experts:
+            raise ValueError(f"fused_experts: w_router must have E={num_experts} rows, got {router.w_router.shape[0]}")
     check_operands(tokens, topk_weights, topk_experts, None, *experts.weights, experts.activation)
 
 
