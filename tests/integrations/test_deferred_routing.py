@@ -1,4 +1,4 @@
-"""Routers that the experts' op computes: of which models, with which results, and who makes a router run alone."""
+"""Which routers the experts' op computes, their results, and which readers make a router run by itself."""
 
 import copy
 import io

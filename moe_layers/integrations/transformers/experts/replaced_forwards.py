@@ -28,7 +28,7 @@ def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
 def restore_forward(module: nn.Module) -> None:
     vars(module).pop(_FORWARD, None)
     vars(module).pop(_REPLICATE, None)
-    if _is_run(vars(module).get("forward")):
+    if has_only_own_forward(module):
         del module.forward
 
 

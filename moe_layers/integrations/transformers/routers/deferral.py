@@ -34,7 +34,7 @@ from .attached import router_in_block
 
 FORM = "_moe_layers_router_form"  # router's attribute that holds its RouterForm, set by `enable`
 _MODELS = "transformers.models."  # package whose classes may be recognised
-_NUM_TOKENS = 16
+_NUM_TOKENS = 16  # number of test tokens
 
 
 @dataclass
@@ -69,7 +69,7 @@ def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
         and block._modules.get(form.child) is router
         and (type(block).forward is of_block and "forward" not in vars(block))
         and (type(router).forward is of_router and has_only_own_forward(router))
-        and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # no DTensor, and no adapter of PEFT
+        and type(router._parameters.get("weight")) in (nn.Parameter, Tensor)  # neither a DTensor nor adapted by PEFT
         and all([getattr(router, name) == value for name, value in form.attributes.items()])
         and not has_hooks(router)
         and _takes_routing(block._modules.get("experts"), of_experts)
@@ -79,7 +79,7 @@ def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
 
 
 def _sees_ops(mode: Any) -> bool:
-    return type(mode) is not DeviceContext  # of torch.set_default_device
+    return type(mode) is not DeviceContext  # torch.set_default_device sets a DeviceContext, which only adds a device
 
 
 def _takes_routing(experts: Any, forward: Any) -> bool:
