@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import reference, reference_fp8
-from ..gemm.batch_invariance import token_by_token
+from ..gemm.batch_invariance import token_by_token, widened
 from ..quantization.decode import decode_weight
 from ..runtime.dispatch import without_autocast
 from ..runtime.registered_ops import Call, registered_op, save_for_backward, take_saved_tensors
@@ -80,13 +80,37 @@ def _run_by_token(
 ) -> Tensor:
     experts = torch.searchsorted(permutation.offsets, permutation.slot_to_row, right=True, out_int32=True)
     experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
+    adapters = options.get("adapters")
+    shared = w_up, w_down, options["b_up"], options["b_down"], *([] if adapters is None else adapters[:4])
+    # Autograd sums the tokens' gradients of each shared tensor in float32.
+    wide = [tensor if tensor is None or not torch.is_grad_enabled() else widened(tensor) for tensor in shared]
 
     def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
-        own = reference.sort_by_expert(chosen, len(w_up))
-        return (op(token, weights, own, w_up, w_down, **options),)
+        given = [to if to is tensor else _Narrowed.apply(to, tensor) for to, tensor in zip(wide, shared, strict=True)]
+        up, down, b_up, b_down, *factors = given
+        settings = options | {"b_up": b_up, "b_down": b_down}
+        if adapters is not None:
+            settings["adapters"] = ExpertAdapters(*factors, scale=adapters.scale)
+        return (op(token, weights, reference.sort_by_expert(chosen, len(w_up)), up, down, **settings),)
 
     (out,) = token_by_token(run, tokens, topk_weights, experts)
     return out
+
+
+class _Narrowed(torch.autograd.Function):
+    """Returns `narrow` without a copy. The gradient goes to `wide`, a float32 copy of `narrow`."""
+
+    @staticmethod
+    def forward(wide: Tensor, narrow: Tensor) -> Tensor:
+        return narrow.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
 @registered_op("reference_experts")

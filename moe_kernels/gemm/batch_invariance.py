@@ -54,25 +54,29 @@ def invariant_linear(
     check_same_device("invariant_linear", tokens=tokens, weight=weight)
     out_dtype = result_dtype("invariant_linear", tokens, None, out_dtype)
     if choose("invariant_linear", implementation, tokens) == "reference":
-        dtype = torch.promote_types(tokens.dtype, out_dtype)
-        matrix = weight.to(dtype)
+        matrix = widened(weight)
         with without_autocast(tokens):
-            (out,) = token_by_token(lambda token: (functional.linear(token.to(dtype), matrix),), tokens)
+            (out,) = token_by_token(lambda token: (functional.linear(widened(token), matrix),), tokens)
         return out.to(out_dtype)
     return invariant_product(tokens, weight.t(), out_dtype)
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """Return a float32 copy of a 16-bit tensor, and other tensors unchanged. Autograd sums the gradients of all uses of
+    a tensor in its dtype, so 16-bit tensors must be widened before a loop over tokens."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def token_by_token(op: Callable[..., tuple[Tensor, ...]], *tensors: Tensor) -> tuple[Tensor, ...]:
     """Apply `op` to each token alone and return the joined results. Axis 0 of every tensor is the token axis."""
     if not len(tensors[0]):
         return tuple(op(*tensors))
-    results = [op(*(_alone(tensor, i) for tensor in tensors)) for i in range(len(tensors[0]))]
+    results = []
+    for i in range(len(tensors[0])):
+        # Copy the token to separate tensors, so that the alignment of their addresses does not depend on the batch.
+        token = (tensor[i : i + 1].clone(memory_format=torch.contiguous_format) for tensor in tensors)
+        results.append(op(*token))
     return tuple(torch.cat(parts) for parts in zip(*results, strict=True))
-
-
-def _alone(tensor: Tensor, i: int) -> Tensor:
-    """Copy one token to a separate tensor, so that the alignment of its address does not depend on the batch."""
-    return tensor[i : i + 1].clone(memory_format=torch.contiguous_format)
 
 
 def canonical_layout(rows: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..gemm.batch_invariance import token_by_token
+from ..gemm.batch_invariance import token_by_token, widened
 from ..runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ..runtime.dispatch import choose, without_autocast
 from ..specs import RouterSpec
@@ -115,8 +115,11 @@ def linear_routing(
     biases = {"logit_bias": logit_bias, "selection_bias": selection_bias}
     with without_autocast(tokens):  # autocast would round the logits
         if chosen == "reference":
-            route = partial(reference.linear_routing, w_router=w_router, top_k=top_k, spec=spec, **biases)
-            return Routing(*token_by_token(route, tokens)) if batch_invariant else route(tokens)
+            if not batch_invariant:
+                return reference.linear_routing(tokens, w_router, top_k, spec, **biases)
+            biases["logit_bias"] = None if logit_bias is None else widened(logit_bias)
+            route = partial(reference.linear_routing, w_router=widened(w_router), top_k=top_k, spec=spec, **biases)
+            return Routing(*token_by_token(route, tokens))
         if not is_one_op(spec):
             plain = linear_router(_SOFTMAX, top_k, w_router, batch_invariant=batch_invariant)
             logits = linear_routing_op(tokens, plain)[2]
