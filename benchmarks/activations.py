@@ -47,7 +47,6 @@ def bench_shape(shape: Shape, options: argparse.Namespace) -> list[Row]:
             timing, bound = timings[f"{variant}/{name}"], bounds[gated[variant]]
             rows.append(
                 {
-                    "shape": shape.name,
                     "pass": name,
                     "variant": variant,
                     **timing._asdict(),

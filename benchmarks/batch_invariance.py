@@ -15,9 +15,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import Tensor
-
-from moe_layers import MoEFeedForward
 
 from .common import shapes
 from .common.command import Command
@@ -30,19 +27,14 @@ NUM_TOKENS = (1, 16, 128, 1024, 16384)
 _IN_A_GRAPH = 1024  # largest number of tokens timed in a graph
 
 
-def check_invariance(layer: MoEFeedForward, tokens: Tensor) -> None:
-    with torch.no_grad():
-        alone = layer(tokens[:1])
-        if not torch.equal(layer(tokens)[:1], alone):
-            raise AssertionError(f"among {len(tokens)} tokens the first one's output is another than alone")
-
-
 def bench_tokens(shape: Shape, options: argparse.Namespace) -> list[Row]:
     layer = make_layer(shape, options.device, options.dtype)
     invariant = copy.deepcopy(layer)
     invariant.batch_invariant = True
     tokens = make_tokens(layer, shape, "random")
-    check_invariance(invariant, tokens)
+    with torch.no_grad():
+        if not torch.equal(invariant(tokens)[:1], invariant(tokens[:1])):
+            raise AssertionError(f"among {len(tokens)} tokens the first one's output is another than alone")
     runs = {"ordinary": passes(layer, tokens), "batch_invariant": passes(invariant, tokens)}
     if options.device == "cuda" and shape.num_tokens <= _IN_A_GRAPH:
         for run in runs.values():
@@ -50,7 +42,6 @@ def bench_tokens(shape: Shape, options: argparse.Namespace) -> list[Row]:
     timings = timed({(name, which): call for name, run in runs.items() for which, call in run.items()}, options)
     return [
         {
-            "shape": shape.name,
             **shape.sizes,
             "pass": which,
             "implementation": name,

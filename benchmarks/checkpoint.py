@@ -28,13 +28,6 @@ from .common.results_file import Row, Task
 from .common.shapes import Shape, shapes_named
 
 
-def write_layer(shape: Shape, directory: Path) -> MoEFeedForward:
-    torch.manual_seed(0)
-    layer = MoEFeedForward(shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, dtype=torch.bfloat16)
-    layer.save_checkpoint(directory, layout="per_expert", max_shard_bytes=400_000_000)
-    return layer
-
-
 def read_by_dd(directory: Path) -> None:
     for path in sorted(directory.glob("*.safetensors")):
         subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=16M"], check=True, capture_output=True)
@@ -63,7 +56,9 @@ def seconds(function: Callable[[], object]) -> float:
 def measure(shape: Shape, device: str, rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name) / "layer"
-        written = write_layer(shape, directory)
+        torch.manual_seed(0)
+        written = MoEFeedForward(shape.d_model, shape.d_ff, shape.num_experts, shape.top_k, dtype=torch.bfloat16)
+        written.save_checkpoint(directory, layout="per_expert", max_shard_bytes=400_000_000)
         check(load(directory, device), written)
         num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         dd, ours = [], []

@@ -5,7 +5,7 @@
         --before-commit COMMIT --output FILE
 
 The clocks of two separate runs differ by several per cent, so slowdowns of 1 or 2 % show only in one run. `--shapes`
-takes names of shapes and of groups, as `benchmarks.layer` does. Peaks of memory are those of forward and backward.
+takes names of shapes and of groups, as `benchmarks.layer` does. Peak memory is the highest during forward and backward.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def bench_versions(before: type[torch.nn.Module], shape: Shape, routing: str, op
     }
     rows = []
     for which in PASSES:
-        row = {"shape": shape.name, "routing": routing, "pass": which}
+        row = {"pass": which}
         for name in runs:
             row |= {f"{name}_{column}": value for column, value in timings[name, which]._asdict().items()}
         rows.append({**row, "now_over_before": row["now_ms"] / row["before_ms"], **peaks})

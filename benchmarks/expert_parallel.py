@@ -27,9 +27,9 @@ fastest; `--best` prints it for each shape and EP, over the routings.
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_layers.parallel.collectives import Ranks
 
 from .common import plots
-from .common.command import Command, print_rows
+from .common.command import Command, each, print_rows
 from .common.results_file import Row, Task
 from .common.shapes import TINY, Shape, by_name
 from .parallel.comparison import BEST_COLUMNS, bench_layer, best_forms
@@ -102,18 +102,14 @@ class Configuration(NamedTuple):
 
 
 def configurations(options: argparse.Namespace, sizes: list[int]) -> list[Configuration]:
-    return [
-        Configuration(SHAPES[name], ep, routing)
-        for name in options.shapes
-        for ep in sizes
-        for routing in options.routing
-    ]
+    products = itertools.product(options.shapes, sizes, options.routing)
+    return [Configuration(SHAPES[name], ep, routing) for name, ep, routing in products]
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     if options.plan:
         planned = configurations(options, options.ep or [1, 2, 4, 8])
-        print_rows([each.about() for each in planned], ("shape", "ep", "routing", "planned_gb"))
+        print_rows([configuration.about() for configuration in planned], ("shape", "ep", "routing", "planned_gb"))
         return
     with process_group(options.device) as device:
         yield from measurements(options, device)
@@ -130,15 +126,17 @@ def measurements(options: argparse.Namespace, device: torch.device) -> Iterator[
     meshes = {ep: expert_mesh(device, ep) for ep in sizes}
     memory = torch.cuda.mem_get_info()[1] if device.type == "cuda" else float("inf")
     planned = configurations(options, sizes)
-    fitting = list(dict.fromkeys((each.shape, meshes[each.ep]) for each in planned if 1e9 * each.planned_gb <= memory))
+    fitting = [configuration for configuration in planned if 1e9 * configuration.planned_gb <= memory]
     if device.type == "cuda":
-        compile_kernels(fitting, options.routing, options.implementations, options.dtype)
-    for each in planned:
-        if 1e9 * each.planned_gb > memory:
-            skipped = f"takes {each.planned_gb:.1f} GB of memory, and there are {memory / 1e9:.1f}"
-            yield {**each.about(), **about, "skipped": skipped}, lambda: [{}]
+        compiled = dict.fromkeys((configuration.shape, meshes[configuration.ep]) for configuration in fitting)
+        compile_kernels(list(compiled), options.routing, options.implementations, options.dtype)
+    for configuration in planned:
+        shared = {**configuration.about(), **about}
+        if configuration in fitting:
+            yield shared, partial(measure, configuration, meshes[configuration.ep], options, device)
         else:
-            yield {**each.about(), **about}, partial(measure, each, meshes[each.ep], options, device)
+            skipped = f"takes {configuration.planned_gb:.1f} GB of memory, and there are {memory / 1e9:.1f}"
+            yield {**shared, "skipped": skipped}, lambda: [{}]
 
 
 def measure(
@@ -170,17 +168,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device="cuda" if torch.cuda.is_available() else "cpu")
 
 
-def print_best(paths: list[Path]) -> None:
-    for path in paths:
-        print_rows(best_forms(plots.read(path)), BEST_COLUMNS)
-
-
 def fail_if_wrong(options: argparse.Namespace, rows: list[Row]) -> None:
     if wrong := [row for row in rows if "implementation" in row and "skipped" in row]:
         raise SystemExit(f"not timed, since results differ: {wrong}")
 
 
-main = Command(__doc__, add_options, tasks, COLUMNS, {"--best": print_best}, finish=fail_if_wrong)
+READERS = {"--best": each(lambda path: print_rows(best_forms(plots.read(path)), BEST_COLUMNS))}
+main = Command(__doc__, add_options, tasks, COLUMNS, READERS, finish=fail_if_wrong)
 
 
 if __name__ == "__main__":

@@ -110,10 +110,7 @@ def part_steps(settings: Any) -> int:
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     """Yield the parts of all runs. Group the runs by seed, so that runs with one seed can be compared early."""
-    preset = PRESETS[options.preset]
-    settings = dataclasses.replace(preset, steps=options.steps or preset.steps)
-    if settings.steps < 1 or settings.steps % NUM_PARTS:
-        raise SystemExit(f"--steps must be a positive multiple of {NUM_PARTS}, got {settings.steps}")
+    settings = PRESETS[options.preset]
     runs = Runs(settings, options.device, options.checkpoints)
     steps = range(part_steps(settings), settings.steps + 1, part_steps(settings))
     try:
@@ -178,7 +175,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default=default_preset, help="default here: %(default)s")
     parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16", "fp8", "float32"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="instead of the preset's, a multiple of 8")
     parser.add_argument("--checkpoints", type=Path, default=Path("runs/fp8_convergence"), help="default: %(default)s")
 
 

@@ -1,7 +1,6 @@
 """Grouped GEMMs alone: those of a layer, forward and backward, and one plain problem, against PyTorch and cuBLAS.
 
     python -m benchmarks.grouped_gemm --commit $(git rev-parse --short HEAD) --output results.json
-    python -m benchmarks.grouped_gemm --plot results.json
     python -m benchmarks.grouped_gemm --rows-per-expert 96 160 320 --gemms up up_dgrad
 
 Results of this package are checked before timing. Each round times every implementation once. Implementations:
@@ -28,7 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -38,8 +37,8 @@ from moe_kernels import GroupedGemmArguments, WgradArguments, get_kernels, group
 from moe_kernels.gemm.selection import select
 from moe_kernels.testing import assert_accurate, make_logits
 
-from .common import plots, shapes
-from .common.command import Command, each
+from .common import shapes
+from .common.command import Command
 from .common.results_file import Row, Task
 from .common.shapes import Shape
 from .common.timing import host_us, in_a_graph, timed
@@ -130,9 +129,16 @@ def implementations(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> 
             return out
 
         op, left, right = grouped_gemm, a, b[0]
+    args = kernel_arguments(problem, a, b, offsets)
+    kernel = select(args)
+
+    def run_kernel() -> Tensor:
+        kernel.run(args, assume_supported_args=True)
+        return args.out
+
     return {
         "op": partial(op, a, b, offsets),
-        "kernel": selected_kernel(problem, a, b, offsets),
+        "kernel": run_kernel,
         "torch_grouped_mm": partial(functional.grouped_mm, left, b, offs=offsets),
         "mm_loop": mm_loop,
         "dense": partial(torch.mm, left, right),
@@ -147,17 +153,6 @@ def kernel_arguments(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) ->
     out = a.new_empty(problem.num_rows, problem.size_n)
     height = select(GroupedGemmArguments(a, b, out, offsets=offsets)).metadata.design.tile_shape[0]
     return GroupedGemmArguments(a, b, out, tile_table=reference.tile_table(offsets, len(a), height))
-
-
-def selected_kernel(problem: Problem, a: Tensor, b: Tensor, offsets: Tensor) -> Callable[[], Tensor]:
-    args = kernel_arguments(problem, a, b, offsets)
-    kernel = select(args)
-
-    def run() -> Tensor:
-        kernel.run(args, assume_supported_args=True)
-        return args.out
-
-    return run
 
 
 def check(problem: Problem, functions: dict[str, Callable[[], Tensor]], operands: tuple[Tensor, ...]) -> None:
@@ -212,25 +207,6 @@ def bench_cpu(options: argparse.Namespace) -> list[Row]:
     ]
 
 
-def plot(path: Path) -> None:
-    """Plot each implementation's share of dense cuBLAS over the shapes with even routing, one panel per GEMM."""
-    rows = [row for row in plots.read(path) if row["gemm"] in GEMMS and row["routing"] == "even"]
-    figure, axes = plots.panels(2, 3, 14, 8, sharey=True)
-    for axis, gemm in zip(axes.flat, GEMMS, strict=True):
-        for implementation in ("op", "kernel", "torch_grouped_mm", "mm_loop"):
-            line = [r for r in rows if r["gemm"] == gemm and r["implementation"] == implementation]
-            shapes = [f"{r['shape']}\n{r['R'] // r['G']} rows" for r in line]
-            shares = [r["share_of_dense"] for r in line]
-            axis.plot(shapes, shares, marker="o", label=implementation)
-        axis.tick_params(axis="x", rotation=30)
-        axis.set_title(gemm)
-        axis.axhline(1.0, color="black", linewidth=0.8)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("share of dense cuBLAS")
-    axes[0, 0].legend()
-    plots.save(figure, path, f"{rows[0]['gpu']}, even routing ({path.name})")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     shapes.add_option(parser, "tuned")
     parser.add_argument("--gemms", nargs="+", choices=GEMMS, default=GEMMS)
@@ -240,11 +216,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    if not options.rows_per_expert:
+    chosen = shapes.shapes_named(options.shapes)
+    if options.rows_per_expert:
+        sizes = product(chosen, options.rows_per_expert)
+        chosen = [replace(shape, num_tokens=rows * shape.num_experts // shape.top_k) for shape, rows in sizes]
+    else:
         yield {"gemm": "cpu"}, partial(bench_cpu, options)
         plain = (8192, 12, 1024, 2048) if options.device == "cuda" else (64, 3, 32, 16)
         yield {"gemm": "plain"}, partial(bench_problem, plain_problem(*plain, options.device), options)
-    for shape in _with_rows(shapes.shapes_named(options.shapes), options.rows_per_expert):
+    for shape in chosen:
         for routing in options.routing:
             for problem in layer_problems(shape, routing, options.device):
                 if problem.gemm in options.gemms:
@@ -252,18 +232,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
                     yield shared, partial(bench_problem, problem, options)
 
 
-def _with_rows(shapes: list[Shape], rows_per_expert: list[int]) -> list[Shape]:
-    """Return the shapes. With `rows_per_expert`, copy each shape for each number, with matching `num_tokens`."""
-    if not rows_per_expert:
-        return shapes
-    return [
-        replace(shape, num_tokens=rows * shape.num_experts // shape.top_k)
-        for shape in shapes
-        for rows in rows_per_expert
-    ]
-
-
-main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
+main = Command(__doc__, add_options, tasks, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Independent square products in one launch against a loop of cuBLAS calls.
 
     python -m benchmarks.grouped_gemm_list --commit $(git rev-parse --short HEAD) --output results.json
-    python -m benchmarks.grouped_gemm_list --plot results.json
 
 Every result is checked before timing. Each round times every implementation once. Implementations:
 
@@ -11,8 +10,8 @@ Every result is checked before timing. Each round times every implementation onc
     pointer     GroupedProblem.run with the pointer kernel that is fastest here, by kernel time
     tma         the same for the TMA kernels
 
-`host` "eager" includes the host time of a call where the GPU waits for it; "graph" replays a CUDA graph: GPU time
-alone.
+If the GPU waits for the host, times with `host` "eager" include the host time of a call. "graph" replays a CUDA graph,
+so its times are GPU times.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -28,8 +26,7 @@ from torch import Tensor
 from moe_kernels import GroupedProblem, get_kernels, grouped_gemm_list, reference
 from moe_kernels.testing import assert_accurate
 
-from .common import plots
-from .common.command import Command, each
+from .common.command import Command
 from .common.results_file import Row, Task
 from .common.timing import in_a_graph, time_interleaved, timed
 
@@ -90,7 +87,7 @@ def bench(num_problems: int, size: int, options: argparse.Namespace) -> list[Row
         functions |= {f"graph/{name}": in_a_graph(problem.run) for name, problem in problems.items()}
     timings = timed(functions, options)
     kernels = {name: problem.kernel for name, problem in problems.items()}
-    sizes = {"problem": f"{num_problems}x{size}", "G": num_problems, "N": size, "dtype": str(dtype)[6:]}
+    sizes = {"G": num_problems, "N": size, "dtype": str(dtype)[6:]}
     rows = []
     for name, timing in timings.items():
         host, implementation = name.split("/")
@@ -102,24 +99,6 @@ def bench(num_problems: int, size: int, options: argparse.Namespace) -> list[Row
     return rows
 
 
-def plot(path: Path) -> None:
-    """Plot lines over N for four problems, eager and in a graph, next to the results file."""
-    rows = [row for row in plots.read(path) if row["G"] == 4]
-    figure, axes = plots.panels(1, 2, 12, 4)
-    for axis, host in zip(axes, ("eager", "graph"), strict=True):
-        here = [row for row in rows if row["host"] == host]
-        for implementation in dict.fromkeys(row["implementation"] for row in here):
-            line = sorted((row["N"], row["tflops"]) for row in here if row["implementation"] == implementation)
-            axis.plot(*zip(*line, strict=True), marker="o", label=implementation)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
-        axis.set_xlabel("N of four N x N x N products")
-        axis.set_ylabel("TFLOP/s")
-        axis.set_title({"eager": "as called", "graph": "in a CUDA graph"}[host])
-        axis.legend()
-    plots.save(figure, path, f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", metavar="GxN", default=[f"{g}x{n}" for g, n in PROBLEMS])
 
@@ -129,7 +108,7 @@ def tasks(options: argparse.Namespace) -> Iterator[Task]:
         yield {"problem": problem}, partial(bench, *map(int, problem.split("x")), options)
 
 
-main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
+main = Command(__doc__, add_options, tasks, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Packed groups of rows times one shared matrix against one dense product of all rows.
 
     python -m benchmarks.jagged_gemm --commit $(git rev-parse --short HEAD) --output results.json
-    python -m benchmarks.jagged_gemm --plot results.json
 
 Every result is checked before timing. Each round times every implementation once. The bound is cuBLAS on
 `a_packed @ b`, or its two gradients, in the same run. "op" is jagged_gemm with the selected kernel.
@@ -12,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,8 +19,7 @@ from moe_kernels import JaggedGemmArguments, jagged_gemm, reference
 from moe_kernels.gemm.selection import find
 from moe_kernels.testing import assert_accurate
 
-from .common import plots
-from .common.command import Command, each
+from .common.command import Command
 from .common.results_file import Row, Task
 from .common.timing import timed
 
@@ -60,9 +57,10 @@ def check(a: Tensor, b: Tensor, dout: Tensor, offsets: Tensor) -> None:
         assert_accurate(*results, name)
 
 
-def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespace) -> list[Row]:
+def bench(
+    num_rows: int, size_k: int, size_n: int, num_groups: int, skew: str, options: argparse.Namespace
+) -> list[Row]:
     device, dtype = options.device, options.dtype
-    num_rows, size_k, size_n, num_groups = sizes
     generator = torch.Generator(device).manual_seed(0)
     a, b, dout = (
         torch.randn(shape, device=device, generator=generator).to(dtype)
@@ -81,42 +79,15 @@ def bench(sizes: tuple[int, int, int, int], skew: str, options: argparse.Namespa
         "forward+backward/op": partial(gradients, op, a, b, dout),
     }
     timings = timed(functions, options)
-    shared = {"problem": name_of(sizes), "R": num_rows, "K": size_k, "N": size_n, "G": num_groups}
-    shared |= {"dtype": str(dtype)[6:], "skew": skew}
+    sizes = {"R": num_rows, "K": size_k, "N": size_n, "G": num_groups, "dtype": str(dtype)[6:]}
     rows = []
     for name, timing in sorted(timings.items()):
         which, implementation = name.split("/")
-        row = {**shared, "pass": which, "implementation": implementation, "kernel": kernels.get(name)}
+        row = {**sizes, "pass": which, "implementation": implementation, "kernel": kernels.get(name)}
         flops = 2 * num_rows * size_k * size_n * (1 if which == "forward" else 3)
         row |= {**timing._asdict(), "tflops": 1e-9 * flops / timing.ms}
         rows.append({**row, "share_of_dense": timings[f"{which}/dense"].ms / timing.ms})
     return rows
-
-
-def name_of(sizes: tuple[int, int, int, int]) -> str:
-    return "{}x{}x{}-g{}".format(*sizes)
-
-
-def plot(path: Path) -> None:
-    """Plot lines over the skews, one per problem and implementation, next to the results file."""
-    rows = [row for row in plots.read(path) if row["implementation"] != "dense"]
-    figure, axes = plots.panels(1, 2, 12, 4, sharey=True)
-    for axis, which in zip(axes, ("forward", "forward+backward"), strict=True):
-        here = [row for row in rows if row["pass"] == which]
-        for problem, implementation in dict.fromkeys((row["problem"], row["implementation"]) for row in here):
-            line = [r for r in here if (r["problem"], r["implementation"]) == (problem, implementation)]
-            axis.plot(
-                [row["skew"] for row in line],
-                [row["share_of_dense"] for row in line],
-                marker="o",
-                linestyle="-" if implementation == "op" else "--",
-                label=f"{problem} {implementation}",
-            )
-        axis.axhline(1.0, color="black", linewidth=0.8)
-        axis.set_title(which)
-        axis.legend(fontsize="x-small")
-    axes[0].set_ylabel("share of the dense cuBLAS product")
-    plots.save(figure, path, f"{rows[0]['gpu']}, {rows[0]['dtype']} ({path.name})")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -126,13 +97,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
     for problem in options.problems:
-        num_rows, size_k, size_n, num_groups = map(int, problem.split(","))
-        sizes = num_rows, size_k, size_n, num_groups
+        sizes = problem.split(",")
         for skew in options.skews:
-            yield {"problem": name_of(sizes), "skew": skew}, partial(bench, sizes, skew, options)
+            shared = {"problem": "{}x{}x{}-g{}".format(*sizes), "skew": skew}
+            yield shared, partial(bench, *map(int, sizes), skew, options)
 
 
-main = Command(__doc__, add_options, tasks, COLUMNS, readers={"--plot": each(plot)})
+main = Command(__doc__, add_options, tasks, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@
 `--shapes` takes names of shapes and of groups of them, by default "tuned". `grouped_mm` needs rows that start at
 multiples of 16 bytes; other shapes have no baseline. Shapes that exceed the GPU's memory are left out.
 
-Every shape is checked before timing. Each round times each form once. The dense bound of a pass is measured in the same
-run: the sum of the cuBLAS medians of its GEMMs with all T * K rows in one matrix. Saved memory is the memory allocated
+Every shape is checked before timing. Each round times each form once. The dense bound of a pass is the sum of the
+cuBLAS medians of its GEMMs with all T * K rows in one matrix, in the same run. Saved memory is the memory allocated
 after a forward minus that before it, including the output but not the input. Peak memory is the highest during forward
 and backward minus that before them, including gradients.
 """
@@ -28,8 +28,7 @@ import torch
 from .common import plots, shapes
 from .common.baselines import TorchGroupedMM, grouped_mm_takes
 from .common.command import Command, each, print_rows
-from .common.layers import PASSES, fitting
-from .common.modules import bench_modules, checked_layer
+from .common.layers import PASSES, bench_modules, checked_layer, fitting
 from .common.results_file import Row, Task
 from .common.shapes import Shape
 
@@ -39,7 +38,7 @@ def bench_layer(shape: Shape, routing: str, options: argparse.Namespace) -> list
     modules: dict[str, torch.nn.Module] = {"triton": layer}
     if grouped_mm_takes(shape, options.dtype):
         modules["torch_grouped_mm"] = torch.compile(TorchGroupedMM(layer), disable=options.device == "cpu")
-    return bench_modules(modules, tokens, shape, routing, options)
+    return bench_modules(modules, tokens, shape, options)
 
 
 COLUMNS = ("shape", "routing", "pass", "implementation", "ms", "tokens_per_s", "dense_bound_ms")

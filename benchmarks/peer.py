@@ -32,7 +32,7 @@ from moe_layers import MoEFeedForward
 
 from .common import shapes
 from .common.command import Command
-from .common.modules import bench_modules, checked_layer
+from .common.layers import bench_modules, checked_layer
 from .common.results_file import Row, Task
 from .common.shapes import Shape
 
@@ -58,14 +58,6 @@ class Peer(nn.Module):
         tokens: Tensor,  # [T, D]
     ) -> Tensor:  # [T, D]
         return self.adapter(tokens, self.w_router, self.w_up, self.w_down, self.top_k)
-
-
-def load_adapter(name: str) -> Adapter:
-    module, _, function = name.partition(":")
-    adapter = getattr(importlib.import_module(module), function, None)
-    if not callable(adapter):
-        raise SystemExit(f"--adapter: must name a function as module:function, got {name}")
-    return adapter
 
 
 def differences(
@@ -101,21 +93,24 @@ def bench_peer(shape: Shape, routing: str, adapter: Adapter, options: argparse.N
     layer, tokens = checked_layer(shape, routing, options)
     peer = Peer(layer, adapter)
     found = differences(layer, peer, tokens)
-    rows = bench_modules({"triton": layer, options.peer: peer}, tokens, shape, routing, options)
+    rows = bench_modules({"triton": layer, options.peer: peer}, tokens, shape, options)
     return [{**row, "differences": None if row["implementation"] == "triton" else found} for row in rows]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", required=True, metavar="MODULE:FUNCTION")
     parser.add_argument("--peer", required=True, metavar="NAME", help="kept in the results")
-    version = "of all its parts; kept in the results"
-    parser.add_argument("--peer-version", required=True, metavar="VERSION", help=version)
+    parser.add_argument("--peer-version", required=True, metavar="VERSION", help="of all parts; kept in the results")
     shapes.add_option(parser, "tuned")
     parser.add_argument("--routing", nargs="+", choices=["even", "zipf"], default=["even"])
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:
-    adapter, chosen = load_adapter(options.adapter), shapes.shapes_named(options.shapes)
+    module, _, function = options.adapter.partition(":")
+    adapter = getattr(importlib.import_module(module), function, None)
+    if not callable(adapter):
+        raise SystemExit(f"--adapter: must name a function as module:function, got {options.adapter}")
+    chosen = shapes.shapes_named(options.shapes)
     if plain := [shape.name for shape in chosen if shape.activation != "swiglu"]:
         raise SystemExit(f"--shapes: an adapter computes swiglu, got {', '.join(plain[:3])}, {len(plain)} in all")
     for shape in chosen:

@@ -80,7 +80,7 @@ def bench_training(shape: Shape, options: argparse.Namespace) -> list[Row]:
     runs, memory = {}, {}
     for form in options.forms:
         layer, tokens = checked_form(shape, form, options)
-        layer.add_lora(LoRA(options.rank, 2 * options.rank))
+        layer.add_lora(LoRA(16, 32))
         runs[form] = passes(layer, tokens)["forward+backward"]
         runs[form]()
         memory[form] = measure_memory(layer, tokens)
@@ -128,7 +128,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
     parser.add_argument("--train-tokens", nargs="*", type=int, default=[4096, 16384])
     parser.add_argument("--decode-tokens", nargs="*", type=int, default=[1, 16, 64, 256])
-    parser.add_argument("--rank", type=int, default=16)
 
 
 def tasks(options: argparse.Namespace) -> Iterator[Task]:

@@ -3,12 +3,12 @@
     python -m benchmarks.rule_of_thumb --commit $(git rev-parse --short HEAD) --output benchmarks/results/rule.json
     python -m benchmarks.rule_of_thumb --layers unseen --time-limit-s 450 --resume --commit COMMIT --output FILE
 
-Without `--layers`, each entry of this GPU's table is measured. The bound is the table's choice in the same run: the
-ratio is the time of the rule's kernel divided by the time of the table's kernel. Both kernels are checked first, and
-timed as replays of a CUDA graph, without host time.
+Without `--layers`, each entry of this GPU's table is measured. `ratio` is the time of the rule's kernel divided by the
+time of the table's kernel, in the same run. Both kernels are checked first, and timed as replays of a CUDA graph,
+without host time.
 
 With `--layers`, each GEMM of each layer is measured. All kernels that may be fastest are checked and timed in turns.
-The ratio divides by the fastest kernel's time. The file holds every time, so that a rule can be derived from it.
+`ratio` divides by the fastest kernel's time. The file holds every time, so that a rule can be derived from it.
 `--tile-orders` adds the rule's kernel with other numbers of row tiles per group. The form "copies" times the whole op
 with backward and host time, once for each choice of which gathers are separate copies.
 """
@@ -68,7 +68,7 @@ def bench_entry(key: str, table_kernel: str, options: argparse.Namespace) -> lis
 
 FORMS = ("up", "up_plain", "down", "down_dgrad", "down_wgrad", "up_dgrad", "up_wgrad")
 FORMS += ("up_gather", "up_plain_gather", "down_dgrad_gather", "down_wgrad_gather", "up_wgrad_gather", "copies")
-TILE_ORDERS = (4, 8, 16)
+TILE_ORDERS = (4, 8, 16)  # numbers of row tiles per group
 
 
 def layer_tasks(shape: Shape, options: argparse.Namespace) -> Iterator[Task]:
@@ -101,16 +101,12 @@ def bench_form(args: Arguments, options: argparse.Namespace) -> Row:
         return {**row, "rule_kernel": None, "times_ms": {}}
     rule = best_first(kernels, args, measured=None)[0]
     runs = {kernel.metadata.kernel_name: kernel for kernel in kernels}
-    orders = TILE_ORDERS if options.tile_orders else ()
-    runs |= {f"{rule.metadata.kernel_name} of {n}": in_order(rule, n) for n in orders}
+    for group_tiles in TILE_ORDERS if options.tile_orders else ():
+        design = dataclasses.replace(rule.metadata.design, group_tiles=group_tiles)
+        reordered = type(rule)(dataclasses.replace(rule.metadata, design=design))
+        runs[f"{rule.metadata.kernel_name} of {group_tiles}"] = reordered
     timings = checked_times(runs, args, options)
     return {**row, **compared(rule.metadata.kernel_name, {name: timing.ms for name, timing in timings.items()})}
-
-
-def in_order(kernel: Kernel, group_tiles: int) -> Kernel:
-    """Return the kernel with another number of row tiles per group."""
-    design = dataclasses.replace(kernel.metadata.design, group_tiles=group_tiles)
-    return type(kernel)(dataclasses.replace(kernel.metadata, design=design))
 
 
 def bench_copies(shape: Shape, options: argparse.Namespace) -> Row:
@@ -134,18 +130,14 @@ def compared(rule: str, times_ms: dict[str, float]) -> Row:
 
 
 def checked_times(kernels: dict[str, Kernel], args: Arguments, options: argparse.Namespace) -> dict[str, Timing]:
-    for kernel in kernels.values():
+    runs: dict[str, Callable[[], object]] = {}
+    for name, kernel in kernels.items():
         check(kernel, args)
-    runs = {name: run_of(kernel, args) for name, kernel in kernels.items()}
-    if options.device == "cuda":
-        runs = {name: in_a_graph(run) for name, run in runs.items()}
+        run = partial(kernel.run, args, assume_supported_args=True)
+        if isinstance(args, GroupedGemmListArguments):
+            run = GroupedProblem.from_lists(args.A_list, args.B_list, out_list=args.out_list, kernel=kernel).run
+        runs[name] = in_a_graph(run) if options.device == "cuda" else run
     return timed(runs, options)
-
-
-def run_of(kernel: Kernel, args: Arguments) -> Callable[[], object]:
-    if isinstance(args, GroupedGemmListArguments):
-        return GroupedProblem.from_lists(args.A_list, args.B_list, out_list=args.out_list, kernel=kernel).run
-    return partial(kernel.run, args, assume_supported_args=True)
 
 
 def summary(rows: list[dict]) -> list[dict]:

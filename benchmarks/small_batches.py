@@ -4,8 +4,8 @@
     python -m benchmarks.small_batches --host --commit COMMIT --output benchmarks/results/host.json
 
 Host time is the CPU time of the calling thread between the first and the last call of a batch, without waiting for the
-GPU. Autograd runs in the calling thread. `*_wall_us` is the wall-clock time of the same calls with autograd's own
-thread. The bound of a replayed forward is the time to read router and chosen experts once, as fast as a large copy.
+GPU. Autograd runs in the calling thread. The bound of a replayed forward is the time to read the router and the chosen
+experts once, at the speed of a large copy.
 
 `--host` times only calls. The layer and a dense MLP run both eagerly and compiled, `grouped_mm` only compiled.
 The MLP has two `nn.Linear`, a SiLU and the same d_model and d_ff. All forms take turns in one run.
@@ -65,10 +65,8 @@ def bench_small(shape: Shape, bytes_per_ms: float, options: argparse.Namespace) 
     tokens = make_tokens(layer, shape, "even")
     run = passes(layer, tokens)
     warm_up(run)
-    row = {"shape": shape.name, "T": shape.num_tokens}
     with torch.autograd.set_multithreading_enabled(False):
-        row |= {f"{name}_cpu_us": us for name, us in host_us(run, time.thread_time, device).items()}
-    row |= {f"{name}_wall_us": us for name, us in host_us(run, time.perf_counter, device).items()}
+        host = host_us(run, time.thread_time, device)
     launches, replay = dict.fromkeys(PASSES), {}
     with torch.no_grad():
         num_bytes = chosen_bytes(layer, layer.router(tokens).topk_experts) + layer.router.weight.nbytes
@@ -81,7 +79,7 @@ def bench_small(shape: Shape, bytes_per_ms: float, options: argparse.Namespace) 
     graph_ms = timings["graph"].ms if replay else None
     return [
         {
-            **row,
+            **{f"{name}_cpu_us": microseconds for name, microseconds in host.items()},
             **{f"{name}_launches": number for name, number in launches.items()},
             "forward_ms": timings["eager"].ms,
             "graph_forward_ms": graph_ms,
@@ -118,7 +116,7 @@ def bench_host(shape: Shape, options: argparse.Namespace) -> list[dict]:
     for name in modules:
         for which in ("inference", *PASSES):
             us, dense_us = found.get(f"{name}/{which}"), found[f"{DENSE}/{which}"]
-            row = {"shape": shape.name, **shape.sizes, "pass": which, "implementation": name, "host_us": us}
+            row = {**shape.sizes, "pass": which, "implementation": name, "host_us": us}
             rows.append({**row, "over_dense": None if us is None else us / dense_us, "error": errors[name]})
     return rows
 

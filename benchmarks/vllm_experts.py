@@ -202,13 +202,11 @@ def bench_experts(kernel: Any, shape: Shape, bytes_per_ms: float, options: argpa
     topk_experts, topk_weights, *_ = layer.router(tokens)
     permutation = sort_by_expert(topk_experts, shape.num_experts)
     w_up, w_down, activation = layer.experts.w_up, layer.experts.w_down, layer.experts.activation
-
-    def of_vllm(tiles: Tiles) -> Callable[[], Tensor]:
-        blocks = assign_blocks(permutation, topk_experts, shape.num_experts, tiles.block_m)
-        return partial(vllm_experts, kernel, layer, tokens, topk_weights, blocks, tiles)
-
     ours = partial(fused_experts, tokens, topk_weights, permutation, w_up, w_down, activation=activation)
-    functions = {"ours": ours, **{str(tuple(each)): of_vllm(each) for each in TILES}}
+    functions: dict[str, Callable[[], Tensor]] = {"ours": ours}
+    for tiles in TILES:
+        blocks = assign_blocks(permutation, topk_experts, shape.num_experts, tiles.block_m)
+        functions[str(tuple(tiles))] = partial(vllm_experts, kernel, layer, tokens, topk_weights, blocks, tiles)
     operands = tokens.float(), topk_weights, reference.sort_by_expert(topk_experts, shape.num_experts)
     exact = reference.fused_experts(*operands, w_up.float(), w_down.float(), activation=activation)
     errors = {name: relative_error(function(), exact) for name, function in functions.items()}

@@ -12,13 +12,14 @@ Implementations share the parameters. Each round times each of them once. `host_
 that begins with an idle GPU and does not wait for it. Peak memory is the highest during a call minus the memory
 allocated before it, so it excludes parameters and optimizer states. `times_as_fast` compares with the fastest
 implementation of transformers in the same rows. `no_experts` is the bound: experts that only scale their tokens, so the
-rest of the model takes all the time, the router of transformers included. It is no bound where the experts' op also
-computes the router, nor with LoRA, because PEFT still adds the adapters to weights that nothing reads.
+rest of the model takes all the time, the router of transformers included. `no_experts` is no bound where the experts'
+op also computes the router. `no_experts` is no bound with LoRA, because PEFT still adds the adapters to weights that
+nothing reads.
 
-Every implementation except the bound is first compared with float32: loss and norms of gradients may have twice the
+Every implementation except `no_experts` is first compared with float32. Loss and norms of gradients may have twice the
 error of transformers' default, plus an allowance for rounding (`check_step`). Before each timing, the loss and the norm
 of the gradient must agree with those of transformers' default in eager mode. An implementation that fails has an
-`error` instead of times; a pass that waits for the GPU is refused before its capture.
+`error` instead of times. A pass that waits for the GPU is refused before its capture.
 Attention is causal and has no mask, because transformers makes a whole mask in a captured graph. Every layer of
 gpt-oss-20b sees the whole sequence.
 """
@@ -222,15 +223,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(1, 1024), (1, 4096), (4, 4096)])
     parser.add_argument("--training", nargs="+", choices=["full", "lora"], default=["full", "lora"])
-    parser.add_argument("--rank", type=int, default=16, help="of LoRA")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="of training")
+    parser.add_argument("--rank", type=int, default=16, help="rank of LoRA")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes of training")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="of generate")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8], help="batch sizes of generate")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt of generate")
     parser.add_argument("--new", type=int, default=32, help="new tokens per prompt of generate")
     names = [OURS, "eager", *theirs]
     parser.add_argument("--implementations", nargs="+", choices=names, default=names)
-    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of ours; by default the device's")
+    parser.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of our experts; default: by device")
     parser.set_defaults(round_ms=500.0)
 
 

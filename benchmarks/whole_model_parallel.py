@@ -94,27 +94,22 @@ def make(name: str, shared: Row, options: argparse.Namespace, device: torch.devi
     """Return the model in one of the ways. All ranks draw the same weights."""
     model = build(shared, options, device)
     kind, _, choice = name.partition("/")
-    if kind == "transformers":
-        return compiled(by_transformers(model, choice), shared)
-    enable(model, implementation=options.implementation)
-    if kind == ONE:
-        return compiled(model, shared)
-    num_ranks = distributed.get_world_size()
-    everyone = init_device_mesh(device.type, (num_ranks,))
+    everyone = init_device_mesh(device.type, (distributed.get_world_size(),))
     ignored: set[nn.Parameter] = set()
+    if kind == "transformers":
+        model = by_transformers(model, choice)
+    else:
+        enable(model)
     if kind == "shard_experts":
         report = shard_experts(model, everyone, dispatcher=choice)
         ignored = {parameter for experts in report.experts.values() for parameter in experts.parameters()}
-    for layer in compiled(model, shared).model.layers:
-        fully_shard(layer, mesh=everyone, ignored_params=ignored)
-    return fully_shard(model, mesh=everyone, ignored_params=ignored)
-
-
-def compiled(model: Any, shared: Row) -> Any:
-    """Compile the decoder layers if `shared["compiled"]` is true. Return the model."""
     if shared["compiled"]:
         compile_layers(model)
-    return model
+    if kind in (ONE, "transformers"):
+        return model
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=everyone, ignored_params=ignored)
+    return fully_shard(model, mesh=everyone, ignored_params=ignored)
 
 
 def by_transformers(model: Any, implementation: str) -> nn.Module:
@@ -217,13 +212,11 @@ def bench(shared: Row, options: argparse.Namespace, device: torch.device) -> lis
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["qwen3-30b-a3b", "gpt-oss-20b"])
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="of each rank")
+    parser.add_argument("--tokens", nargs="+", type=size, metavar="BxS", default=[(4, 4096)], help="batch of each rank")
     parser.add_argument("--routing", nargs="+", choices=("learned", "balanced"), default=["learned"])
     parser.add_argument("--checkpointing", action="store_true", help="checkpoint every layer")
     parser.add_argument("--compiled", action="store_true", help="compile every layer")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    implementations, ours = ("triton", "reference"), "of these experts; default: by device"
-    parser.add_argument("--implementation", choices=implementations, help=ours)
     parser.add_argument("--warm-up", type=int, default=8, help="calls before the first timing")
     parser.add_argument("--plan", action="store_true", help="only predict whole models on 8 and 64 GPUs")
     parser.add_argument("--measured", type=Path, help="results of this benchmark, for --plan")

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moe_kernels.runtime.dispatch import runs_kernels
 
-from .routing.model_routers import AttachedRouter, attached_routers
+from .routing.model_routers import attached_routers
 
 
 def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -> int:
@@ -35,39 +35,33 @@ def saved_bytes(layer: Any, num_tokens: int, dtype: torch.dtype | None = None) -
     if hasattr(layer, "aux_loss_scale"):
         if layer.experts.local_share is not None:
             raise NotImplementedError("saved_bytes: with experts sharded over ranks, memory depends on the routing")
-        w_up = layer.experts.w_up
-        _check_implementation(layer.experts.implementation, w_up)
-        return _saved_by(layer, layer, (num_tokens, layer.d_model), dtype or w_up.dtype, w_up.device)
+        settings = layer.experts.implementation, layer.experts.w_up
+        return _saved_by(layer, layer, (num_tokens, layer.d_model), dtype, *settings)
     routers = attached_routers(layer).values() if isinstance(layer, nn.Module) else ()
     if not routers:
         raise ValueError(
             f"saved_bytes: layer must be a MoEFeedForward, got {type(layer).__name__}; of a model, add those of its "
             "layers, [part for part in model.modules() if isinstance(part, MoEFeedForward)]"
         )
-    return sum(_saved_by_block(router, num_tokens, dtype) for router in routers)
-
-
-def _saved_by_block(router: AttachedRouter, num_tokens: int, dtype: torch.dtype | None) -> int:
-    implementation, w_up = router.expert_settings("saved_bytes")
-    _check_implementation(implementation, w_up)
-    sizes = 1, num_tokens, router.weight.shape[-1]
-    return _saved_by(router.block, router, sizes, dtype or w_up.dtype, w_up.device)
-
-
-def _check_implementation(implementation: str | None, w_up: Tensor) -> None:
-    # An empty tensor represents w_up, because a quantised w_up is not a tensor.
-    if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
-        raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
+    total = 0
+    for router in routers:
+        sizes = 1, num_tokens, router.weight.shape[-1]
+        total += _saved_by(router.block, router, sizes, dtype, *router.expert_settings("saved_bytes"))
+    return total
 
 
 def _saved_by(
     module: nn.Module,
     losses: Any,  # the object that holds the module's `aux_loss_scale` and `aux_loss`
     sizes: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: torch.dtype | None,
+    implementation: str | None,
+    w_up: Any,  # a tensor or quantised experts
 ) -> int:
     """Return how many bytes a forward of `module` on one input saves for backward."""
+    # An empty tensor represents w_up, because a quantised w_up is not a tensor.
+    if not runs_kernels(implementation, torch.empty(0, dtype=w_up.dtype, device=w_up.device)):
+        raise NotImplementedError("saved_bytes: the reference would run, and its memory depends on the routing")
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # allow the real tensors that observers and balancing hold
     tensors = *module.named_parameters(), *module.named_buffers()
     own: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
@@ -80,7 +74,7 @@ def _saved_by(
         return tensor
 
     with mode, torch.inference_mode(False), torch.enable_grad():
-        x = torch.empty(sizes, dtype=dtype, device=device, requires_grad=True)
+        x = torch.empty(sizes, dtype=dtype or w_up.dtype, device=w_up.device, requires_grad=True)
         separate = getattr(module, "separate_router_input", False)
         inputs = {"router_input": torch.empty_like(x, requires_grad=True)} if separate else {}
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

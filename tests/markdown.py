@@ -23,7 +23,7 @@ import torch
 LANGUAGES = ("python", "pycon", "sh", "yaml")
 # A command that starts with one of these runs; other commands are only checked.
 QUICK = ("python -m moe_kernels explain", "python -m moe_layers.checkpoint", "python -m tests.fuzz")
-NEEDS = re.compile(r"<!-- needs: (\w+) -->")
+BLOCK = re.compile(r"^(?:<!-- needs: (\w+) -->\n)?```(.*)\n((?:(?!```).*\n)*)```", re.MULTILINE)
 PLACEHOLDER = re.compile(r"[A-Z]{2,}")  # DIR, IN, OUT: for the reader to replace
 
 
@@ -40,20 +40,13 @@ def blocks_of(page: Path) -> list[Block]:
     Raises:
         ValueError: a block has no language that can be checked.
     """
-    found, lines = [], page.read_text().splitlines()
-    start = None
-    for number, line in enumerate(lines):
-        if not line.startswith("```"):
-            continue
-        if start is None:
-            start = number
-            continue
-        language, needs = lines[start].removeprefix("```"), NEEDS.fullmatch(lines[max(start - 1, 0)])
+    found, page_text = [], page.read_text()
+    for block in BLOCK.finditer(page_text):
+        needs, language, text = block.groups(default="")
+        line = 1 + page_text.count("\n", 0, block.start(3))
         if language not in LANGUAGES:
-            raise ValueError(f"{page.name}:{start + 1}: a block must be one of {LANGUAGES}, got {language!r}")
-        text = "\n".join(lines[start + 1 : number]) + "\n"
-        found.append(Block(language, needs[1] if needs else "", text, start + 2))
-        start = None
+            raise ValueError(f"{page.name}:{line - 1}: a block must be one of {LANGUAGES}, got {language!r}")
+        found.append(Block(language, needs, text, line))
     return found
 
 

@@ -42,14 +42,18 @@ eight_gpus = pytest.mark.skipif(
 )
 
 
+def skip_without_gpus_for(num_processes: int) -> None:
+    if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
+        pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
+
+
 def run_cases(cases: list[Callable], num_processes: int, folder: Path) -> dict[str, str]:
     """Call each `case(device)`, in turn, on every rank of a group.
 
     Returns:
         the error and its rank by name of the case. Cases after the first failure do not run.
     """
-    if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
-        pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
+    skip_without_gpus_for(num_processes)
     arguments = (cases, num_processes, str(folder))
     multiprocessing.set_forkserver_preload(PRELOADED)
     # Initialising CUDA before a fork would break it afterwards.
@@ -108,20 +112,13 @@ def run_python(
 
 
 def run_torchrun(arguments: list[str], num_processes: int, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script, or a module after -m, in this many processes, as a user would start it, with one thread of gloo."""
-    if torch.cuda.is_available() and torch.cuda.device_count() < num_processes:
-        pytest.skip(f"needs {num_processes} GPUs, or none, got {torch.cuda.device_count()}")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
-    environment["PYTHONFAULTHANDLER"] = "1"  # an abort tells what ran
-    return subprocess.run(
-        [*launcher, "-m", "tests.one_thread", *arguments],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    """Run a script, or a module after -m, as a user would start it in several processes. Gloo has one thread in each.
+    Fail with the output if a process fails."""
+    skip_without_gpus_for(num_processes)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_processes]
+    # With the fault handler, an aborted process prints what it ran.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return run_python([*launcher, "-m", "tests.one_thread", *arguments], cwd, **environment)
 
 
 @contextmanager

@@ -1,20 +1,24 @@
-"""Layers to be timed, their passes, memory and checks."""
+"""Layers to be timed: their passes, memory and checks, and their times next to those of the dense GEMMs."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_kernels import Activation, RouterSpec, fused_experts, reference
 from moe_kernels.specs import ACTIVATION_KINDS
 from moe_kernels.testing import assert_accurate, make_logits, run_with_grads
 from moe_layers import MoEFeedForward
 
+from .baselines import FORWARD_GEMMS, dense_gemms
+from .results_file import Row
 from .shapes import Shape
+from .timing import timed
 
 MIB = 2**20
 CHECKED_BYTES = 80e9  # largest memory of a check
@@ -141,3 +145,44 @@ def chosen_bytes(layer: MoEFeedForward, topk_experts: Tensor) -> int:
     """Return the number of bytes in the weights of the experts that at least one token chose."""
     experts = layer.experts
     return topk_experts.unique().numel() * (experts.w_up[0].nbytes + experts.w_down[0].nbytes)
+
+
+def checked_layer(shape: Shape, routing: str, options: argparse.Namespace) -> tuple[MoEFeedForward, Tensor]:
+    """Return the layer and its tokens [T, D], after a check of the layer."""
+    torch._dynamo.reset()  # free the layer of the last shape
+    torch.cuda.empty_cache()  # does nothing without a GPU
+    layer = make_layer(shape, options.device, options.dtype)
+    tokens = make_tokens(layer, shape, routing)
+    check_layer(layer, tokens, num_checked(shape))
+    torch.cuda.empty_cache()
+    return layer, tokens
+
+
+def bench_modules(
+    modules: dict[str, nn.Module],
+    tokens: Tensor,  # [T, D]
+    shape: Shape,
+    options: argparse.Namespace,
+) -> list[Row]:
+    """Return result rows of these modules and their shares of the dense bound."""
+    runs = {name: passes(module, tokens) for name, module in modules.items()}
+    for run in runs.values():
+        for function in run.values():
+            function()  # compile and warm up
+    memory = {name: measure_memory(module, tokens) for name, module in modules.items()}
+    functions = {f"{name}/{which}": run[which] for name, run in runs.items() for which in run}
+    functions |= {f"dense/{name}": gemm for name, gemm in dense_gemms(shape, options.device, options.dtype).items()}
+    timings = timed(functions, options)
+    bounds = {
+        "forward": sum(timings[f"dense/{name}"].ms for name in FORWARD_GEMMS),
+        "forward+backward": sum(t.ms for name, t in timings.items() if name.startswith("dense/")),
+    }
+    rows: list[Row] = []
+    for which, bound_ms in bounds.items():
+        for name, (saved, peak) in memory.items():
+            timing = timings[f"{name}/{which}"]
+            row = {**shape.sizes, "pass": which, "implementation": name}
+            row |= {**timing._asdict(), "tokens_per_s": 1e3 * shape.num_tokens / timing.ms}
+            row |= {"dense_bound_ms": bound_ms, "share_of_dense_bound": bound_ms / timing.ms}
+            rows.append({**row, "saved_mib": saved, "peak_mib": peak})
+    return rows

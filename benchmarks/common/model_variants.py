@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -119,16 +119,11 @@ def compile_layers(model: nn.Module) -> None:
         layer.compile(backend="inductor" if model.device.type == "cuda" else "aot_eager")
 
 
-class Captured(NamedTuple):
-    """A pass in a CUDA graph: its replay, MiB at peak during the capture, and the graph's memory pool."""
-
-    replay: Callable[[], Tensor]
-    peak_mib: float
-    pool: tuple[int, int]
-
-
-def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] | None) -> Captured:
-    """Capture `run` in a CUDA graph, after warm-up calls.
+def captured(
+    run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] | None
+) -> tuple[Callable[[], Tensor], float, tuple[int, int]]:
+    """Capture `run` in a CUDA graph, after warm-up calls. Return a function that replays the graph, the peak of memory
+    in MiB during the capture, and the graph's memory pool.
 
     Args:
         pool: memory pool of a graph that never runs at the same time; None for a new pool.
@@ -158,7 +153,7 @@ def captured(run: Callable[[], Tensor], model: nn.Module, pool: tuple[int, int] 
         graph.replay()
         return result
 
-    return Captured(replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool())
+    return replay, (torch.cuda.max_memory_allocated() - before) / MIB, graph.pool()
 
 
 def with_adapters(model: nn.Module, rank: int, modules: list[str]) -> nn.Module:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed
 
+from moe_kernels.runtime.triton import HAS_TRITON, triton
+
 T = TypeVar("T")
 Row = dict[str, Any]
 Task = tuple[Row, Callable[[], list[Row]]]  # (fields of all rows of a measurement, function that measures)
@@ -28,14 +30,10 @@ def attempt(function: Callable[[], T]) -> tuple[T | None, str | None]:
 
 def environment(device: str, commit: str) -> Row:
     """Return the GPU, the versions and the date, which every row of results has."""
-    try:
-        import triton
-    except ImportError:
-        triton = None
     return {
         "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "torch": torch.__version__,
-        "triton": triton.__version__ if triton else None,
+        "triton": triton.__version__ if HAS_TRITON else None,
         "commit": commit,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }

@@ -67,7 +67,6 @@ def bench_bandwidth(ranks: Ranks, megabytes: int, device: torch.device, options:
     timings = time_together(functions, device, options)
     moved = dict.fromkeys(functions, per_rank * peers * row_bytes) | {"all_to_all/zipf": skewed[0] * peers * row_bytes}
     return [
-        {"collective": name, "processes": ranks.size, "mb": megabytes, **timing._asdict()}
-        | {"gb_per_s": moved[name] / timing.ms / 1e6}
+        {"collective": name, **timing._asdict(), "gb_per_s": moved[name] / timing.ms / 1e6}
         for name, timing in timings.items()
     ]

@@ -28,17 +28,14 @@ _LEAVES = ("", *(f"_{name}" for name in _TENSORS), "_layout")
 def _quantized_to_leaves(weight: QuantizedWeight) -> tuple[Tensor | str | None, ...]:
     """Return the flat arguments (leaves) of a quantised weight: None for the unquantised tensor, the tensor fields, and
     the format and shape as a string."""
-    return None, *[getattr(weight, name) for name in _TENSORS], _layout_to_string(weight.format, weight.shape)
+    format = weight.format
+    layout = " ".join(map(str, (format.name, *format.block, format.nested_block or 0, *weight.shape)))
+    return None, *[getattr(weight, name) for name in _TENSORS], layout
 
 
 def _quantized_of_leaves(values: Tensor, scales: Tensor, *rest: Any) -> QuantizedWeight:
     *tables, layout = rest
     return QuantizedWeight(values, scales, *_layout_of_string(layout), *tables)
-
-
-def _layout_to_string(format: WeightFormat, shape: torch.Size) -> str:
-    # This function has no `lru_cache`, because torch.compile warns about the decorator.
-    return " ".join(map(str, (format.name, *format.block, format.nested_block or 0, *shape)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -84,7 +84,7 @@ def why_not_faster(step: Step, target: Target) -> str | None:
     candidates.sort(
         key=lambda k: (_operands_that_differ(k, listed), k.metadata.design.gather != step.gathers, not k.takes(listed))
     )
-    reasons = [_reason(k, listed, target.cc) for k in candidates]
+    reasons = [k.takes(listed).error or k.obstacle or k.supports_cc(target.cc).error for k in candidates]
     if None in reasons:
         by = "the table" if _is_in_table(args, kernel, target) else "the rule of thumb"
         return f"{candidates[reasons.index(None)].metadata.kernel_name} is available, {by} prefers this one"
@@ -97,10 +97,6 @@ def _operands_that_differ(kernel: Kernel, args: Arguments) -> int:
     axes = {"row": -1, "column": -2}
     layouts = sum(operand.layout in axes and t.stride(axes[operand.layout]) != 1 for operand, t in asked)
     return dtypes + layouts
-
-
-def _reason(kernel: Kernel, args: Arguments, cc: int) -> str | None:
-    return kernel.takes(args).error or kernel.obstacle or kernel.supports_cc(cc).error
 
 
 def _is_in_table(args: Arguments, kernel: Kernel | None, target: Target) -> bool:

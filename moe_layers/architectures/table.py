@@ -87,8 +87,8 @@ class Architecture:
     Attributes:
         d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that config.json must hold, because our readers and the model's configuration class have
-            different defaults for the fields.
+        required: fields that config.json must hold, because the functions that read the fields and the model's
+            configuration class have different defaults.
     """
 
     router: Callable[[ModelConfig], RouterSpec]
@@ -320,7 +320,7 @@ REFUSED = {
 
 
 def find_architecture(config: ModelConfig) -> Architecture:
-    """Return the model's architecture. Raise ValueError if it is unknown or not supported."""
+    """Return the model's architecture. Raise ValueError if the architecture is unknown or not supported."""
     model_type = config.model_type
     if model_type in REFUSED:
         raise ValueError(f"MoEConfig: model_type {model_type!r} is not supported: {REFUSED[model_type]}")

@@ -108,9 +108,9 @@ def sequence_load_balancing_loss(
     groups, Gumbel noise and assignments do not change these scores. Megatron-Core counts the same experts.
 
     The loss is 1 if every sequence is perfectly balanced. The loss does not change with permutations of experts, of
-    sequences or of tokens within a sequence, nor with padding. Tokens after the last sequence count as padding. If a
-    batch is split into calls between sequences, and each call gets the batch's `num_tokens`, the losses of the calls
-    add up to the loss of the batch.
+    sequences or of tokens within a sequence, nor with padding. Tokens after the last sequence count as padding. If no
+    sequence is cut and each call gets the batch's `num_tokens`, the losses of a batch's calls add up to the loss of
+    the batch.
 
     Shapes: result scalar.
 

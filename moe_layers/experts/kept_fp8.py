@@ -37,14 +37,6 @@ class _Kept(NamedTuple):
     forms: Forms
     checksums: Tensor  # [blocks] int64, one checksum per block of the weight
 
-    def is_current(self, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> bool:
-        return (
-            self.parameter() is parameter
-            and self.storage == StorageWeakRef(part.untyped_storage())
-            and self.facts == _facts(part, weight)
-            and (self.forms.turned is not None or not turned)
-        )
-
 
 class KeptForms:
     """The cached e4m3 weights of one `GroupedExperts`. A copy of the module starts with an empty cache."""
@@ -84,14 +76,15 @@ class KeptForms:
 
 
 def _renewed(kept: _Kept | None, parameter: Tensor, part: Tensor, weight: Tensor, turned: bool) -> _Kept:
-    if kept is not None and kept.is_current(parameter, part, weight, turned):
+    storage, facts = StorageWeakRef(part.untyped_storage()), _facts(part, weight)
+    is_same = kept is not None and kept.parameter() is parameter and (kept.storage, kept.facts) == (storage, facts)
+    if kept is not None and is_same and (kept.forms.turned is not None or not turned):
         launch_requantize(weight, kept.forms, kept.checksums)
         return kept
     del kept  # free the old e4m3 weight before the new one is allocated
     checksums = empty_checksums(weight)
     forms = launch_quantize_weight(weight, transposed=turned, checksums=checksums)
-    storage = StorageWeakRef(part.untyped_storage())
-    return _Kept(weakref.ref(parameter), storage, _facts(part, weight), forms, checksums)
+    return _Kept(weakref.ref(parameter), storage, facts, forms, checksums)
 
 
 def _facts(part: Tensor, weight: Tensor) -> tuple[Any, ...]:

@@ -74,8 +74,8 @@ def _recognise_once(experts):
 
 
 class MoEExperts(nn.Module):
-    """The forward of an experts module of transformers. It reads `gate_up_proj` or `up_proj`, `down_proj` and their
-    biases, and returns each token's weighted sum over its experts."""
+    """The forward of an experts module of transformers. This forward reads `gate_up_proj` or `up_proj`, `down_proj` and
+    their biases, and returns each token's weighted sum over its experts."""
 
     can_torch_compile = True
     has_backward = True
@@ -108,7 +108,8 @@ tags: [kernels, mixture-of-experts]
 # {name}
 
 The routed experts of Mixture-of-Experts models of transformers, in Triton, forward and backward. Made from
-`moe_kernels` {release}. Needs PyTorch 2.10, Triton 3.6 and einops. Without a GPU it computes in plain PyTorch.
+`moe_kernels` {release}. The kernel needs PyTorch 2.10, Triton 3.6 and einops. Without a GPU, the kernel computes in
+plain PyTorch.
 
     from kernels import LayerRepository, Mode, kernelize, replace_kernel_forward_from_hub, use_kernel_mapping
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts

@@ -122,13 +122,15 @@ class ExpertParallel(ParallelStyle):
             _broadcast_replicated(module, device_mesh, self.src_data_rank)
         for name, parameter in list(experts.named_parameters()):
             owner, _, factor = name.rpartition(".")
-            adapter = experts.get_submodule(owner)
+            adapter, held = experts.get_submodule(owner), parameter.detach()
             if isinstance(adapter, ExpertLoRA) and adapter.is_shared(factor):
-                tensor = distribute_tensor(
-                    parameter.detach(), device_mesh, [Replicate()], src_data_rank=self.src_data_rank
-                )
+                tensor = distribute_tensor(held, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
+            elif len(held) == len(share):
+                tensor = as_shard(held, device_mesh)
+            elif self.src_data_rank is None:
+                tensor = kept_share(held, device_mesh, share)
             else:
-                tensor = self._shard(parameter, device_mesh, share)
+                tensor = distribute_tensor(held, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
             sharded = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
             vars(sharded).update(vars(parameter))  # keep attributes that other code has set
             experts.replace_parameter(name, sharded)
@@ -168,12 +170,6 @@ class ExpertParallel(ParallelStyle):
     def sms_of(self, chosen: str) -> int:
         """Return the number of SMs that the experts' GEMMs leave to communication."""
         return (2 if chosen == "overlapped" else 0) if self.reserved_sms is None else self.reserved_sms
-
-    def _shard(self, parameter: Tensor, mesh: DeviceMesh, share: range) -> DTensor:
-        held = parameter.detach()
-        if self.src_data_rank is not None and len(held) > len(share):
-            return distribute_tensor(held, mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-        return kept_share(held, mesh, share) if len(held) > len(share) else as_shard(held, mesh)
 
 
 def _broadcast_replicated(module: Any, mesh: DeviceMesh, source: int) -> None:

@@ -19,7 +19,8 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-SECONDS = 15.0  # maximum wait for other ranks; less than 20 s, within which errors are due, as stores exceed timeouts
+# Maximum wait for other ranks. Errors are due within 20 s, but a store may wait longer than its timeout.
+SECONDS = 15.0
 _turns: Counter[str] = Counter()  # `_topic(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
 _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ranks; the value is the op
@@ -28,7 +29,7 @@ _KNOWN = "_moe_layers_known"  # attribute that marks an error as known to all ra
 def meet(op: str, group: ProcessGroup, message: str, seconds: float) -> list[str]:
     """Send this rank's message to all ranks, and return all ranks' messages in the order of the ranks in the group.
 
-    Raise ValueError if some ranks have not called within `seconds`. A later call on all ranks works again.
+    Raise ValueError if some ranks have not called `meet` within `seconds`. A later call on all ranks works again.
     """
     ranks, store = distributed.get_process_group_ranks(group), default_store()
     topic = _topic(op, ranks)

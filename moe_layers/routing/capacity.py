@@ -48,7 +48,7 @@ class CapacityFactor:
 
 
 def positive_ratio(owner: str, factor: float) -> tuple[int, int]:
-    """Return the factor's decimal digits as an integer ratio: 1.1 gives (11, 10). Raise ValueError unless positive."""
+    """Return the factor's decimal digits as an integer ratio: (11, 10) for 1.1. Raise ValueError unless positive."""
     if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 < factor < float("inf"):
         raise ValueError(f"{owner}: factor must be a positive number, got {factor!r}")
     return Fraction(str(factor)).as_integer_ratio()

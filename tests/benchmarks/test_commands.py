@@ -61,7 +61,7 @@ def test_options_that_read_measure_nothing(tmp_path):
 
 
 def test_tasks_are_closed_at_the_time_limit(tmp_path, capsys):
-    """So that temporary folders and groups of processes end. Rows get what their task shares, and the constants."""
+    """Closing ends temporary folders and groups of processes. Rows get what their task shares, and the constants."""
     ended = []
 
     def tasks(options):

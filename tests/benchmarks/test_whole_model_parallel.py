@@ -23,8 +23,7 @@ def test_every_way_agrees_with_one_process(tmp_path):
     small = ["--device", "cpu", "--models", "tiny", "--layers", "2", "--tokens", "2x16", "--warm-up", "1"]
     small += ["--routing", "balanced", "--checkpointing", "--compiled"]
     quick = [*QUICK.split(), "--output", str(path)]
-    result = run_torchrun(["-m", "benchmarks.whole_model_parallel", *small, *quick], 2, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_torchrun(["-m", "benchmarks.whole_model_parallel", *small, *quick], 2, tmp_path)
     rows = json.loads(path.read_text())
     assert [row["way"] for row in rows] == [*whole_model_parallel.WAYS, "one_gpu"]
     for row in rows:

@@ -179,7 +179,7 @@ def test_packed_float4_that_does_not_fit_is_named(change, message, tmp_path):
 
 @pytest.mark.parametrize("model_type", ["gemma4_text", "hy_v4", "kolibri1", "minimax_m3_vl_text", "step3p5"])
 def test_a_layer_is_written_under_the_names_of_its_model(model_type, tmp_path):
-    """Names outside of the block, a fused shared expert, and stacked experts."""
+    """The models have names outside of the block, a fused shared expert, or stacked experts."""
     save_model(model_type, tmp_path / "model")
     layer, report = MoEFeedForward.from_checkpoint(tmp_path / "model", LAYER, return_report=True)
     layer.save_checkpoint(tmp_path / "layer")

@@ -194,14 +194,9 @@ def test_square_in_the_published_layout_is_read_as_published(tmp_path):
 
 
 def test_gpt_oss_is_not_guessed_to_be_concatenated(tmp_path):
-    """Its rows alternate in all known checkpoints; [E, 2F, D] alone could mean either order."""
-    prefix = Golden("gpt_oss").prefix
-
-    def change(tensors):
-        for name in ("gate_up_proj", "down_proj"):
-            tensors[f"{prefix}experts.{name}"] = tensors[f"{prefix}experts.{name}"].mT
-
-    copy_case("gpt_oss", tmp_path, change)
+    """The rows of gpt-oss alternate in all known checkpoints. The shape [E, 2F, D] alone could mean either order."""
+    names = [f"{Golden('gpt_oss').prefix}experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    copy_case("gpt_oss", tmp_path, lambda tensors: tensors.update({name: tensors[name].mT for name in names}))
     refuses(tmp_path, "ambiguous, it may be fused", layer=0)
 
 
@@ -322,13 +317,10 @@ def test_other_dtypes_are_refused(tmp_path):
 
 
 def test_two_complete_sets_of_experts_are_refused(tmp_path):
-    def change(tensors):
-        tensors[f"{PREFIX}experts.gate_up_proj"] = torch.zeros(8, 96, 64)
-        tensors[f"{PREFIX}experts.down_proj"] = torch.zeros(8, 64, 48)
-        tensors[f"{PREFIX}input_linear.weight"] = torch.zeros(8, 96, 64)
-        tensors[f"{PREFIX}output_linear.weight"] = torch.zeros(8, 64, 48)
-
-    copy_case("qwen3_moe", tmp_path, change)
+    shapes = {"experts.gate_up_proj": (8, 96, 64), "experts.down_proj": (8, 64, 48)}
+    shapes |= {"input_linear.weight": (8, 96, 64), "output_linear.weight": (8, 64, 48)}
+    others = {PREFIX + name: torch.zeros(shape) for name, shape in shapes.items()}
+    copy_case("qwen3_moe", tmp_path, lambda tensors: tensors.update(others))
     refuses(tmp_path, "ambiguous|left over")
 
 
@@ -340,11 +332,9 @@ def test_parameters_must_be_floating_point(dtype):
 
 @pytest.mark.parametrize("name", ["experts.3.up_proj.weight", "gate.weight"])
 def test_integers_are_not_taken_for_weights(name, tmp_path):
-    def change(tensors):
-        tensors[PREFIX + name] = torch.ones_like(tensors[PREFIX + name], dtype=torch.int8)
-
-    copy_case("qwen3_moe", tmp_path, change)
-    refuses(tmp_path, rf"wrong dtype: {re.escape(PREFIX + name)} is torch\.int8, must be floating point")
+    name = PREFIX + name
+    copy_case("qwen3_moe", tmp_path, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    refuses(tmp_path, rf"wrong dtype: {re.escape(name)} is torch\.int8, must be floating point")
 
 
 @pytest.mark.parametrize("dtype", ["int8", 3, ["float32"], {"a": 1}], ids=str)

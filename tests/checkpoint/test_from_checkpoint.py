@@ -161,7 +161,7 @@ def test_dtype(dtype, expected, device):
 
 
 def test_a_router_stays_float32_beside_shorter_experts(tmp_path):
-    """Like ERNIE-4.5's router, it computes in float32 and is saved in float32."""
+    """The router computes in float32 and is saved in float32, like ERNIE-4.5's."""
     golden = copy_case("deepseek_v3", tmp_path / "source", lambda t: shorten(t, "gate.weight", "correction_bias"))
     gate = golden.tensors("model")[f"{golden.prefix}gate.weight"]
     layer, report = from_checkpoint(tmp_path / "source", golden.layer, return_report=True)
@@ -205,8 +205,8 @@ def test_parts_of_a_router_stay_float32(in_float32, tmp_path):
 @pytest.mark.parametrize("layout", ["fused", "transposed"])
 @pytest.mark.parametrize(("d_ff", "ambiguous"), [(12, True), (28, True), (20, False), (16, False)])
 def test_scales_of_gate_and_up_together_or_of_each(d_ff, ambiguous, layout, tmp_path):
-    """transformers saves scales of each half. The number of scales fits both readings if a half ends in the second half
-    of a block, and only then."""
+    """transformers saves scales of each half. The number of scales fits both readings only where a half of the weight
+    ends in the second half of a block."""
     prefix, (num_experts, d_model), block = "model.layers.0.mlp.", (4, 32), 16
     tensors = {f"{prefix}gate.weight": torch.randn(num_experts, d_model)}
     for name, shape in (("gate_up_proj", (2 * d_ff, d_model)), ("down_proj", (d_model, d_ff))):

@@ -86,6 +86,6 @@ def test_a_range_of_experts_takes_no_more_than_these(layout, big):
 
 
 def test_converting_holds_one_shard(big, tmp_path):
-    shard_bytes = 96 * MIB  # of 384 MiB
+    shard_bytes = 96 * MIB  # the checkpoint has 384 MiB
     action = f"convert({str(big / 'fused')!r}, {str(tmp_path / 'out')!r}, 'per_expert', max_shard_bytes={shard_bytes})"
     assert shard_bytes - 2 * D_MODEL * D_FF * 4 <= peak_bytes(action) < 2 * shard_bytes

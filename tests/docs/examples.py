@@ -11,7 +11,7 @@ import torch
 
 from ..processes import ROOT
 
-# As in a script run: the examples import modules from their own folder.
+# The examples import modules from their own folder, which is on the path of a script.
 sys.path.insert(0, str(ROOT / "examples"))
 language_model = import_module("_language_model")
 SIZES = {"width": 32, "num_heads": 2, "context": 32, "batch": 4, "warmup_steps": 2, "log_every": 2}

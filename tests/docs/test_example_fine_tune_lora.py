@@ -24,7 +24,7 @@ def test_documentation_is_split_by_page():
 
 
 @slow
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers and peft, of their own use of each other
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers and PEFT warn about their use of each other
 def test_trains_saves_and_merges(monkeypatch, capfd, tmp_path):
     """The adapters lower the loss; loaded again and merged they give the same."""
     make_tiny(example, monkeypatch, d_ff=16, num_experts=4, steps=24, held_out_windows=8, peak_learning_rate=2e-2)

@@ -52,7 +52,7 @@ def test_the_sampler_gets_the_weights_of_the_trainer():
 
 
 def test_advantages_are_relative_to_the_group():
-    """By hand: equal log-probabilities give ratios of one, whose gradient is minus the advantage."""
+    """Equal log-probabilities give ratios of one, whose gradient is minus the advantage."""
     settings = example.Settings(group=2)
     samples = example.Samples(torch.empty(0), torch.empty(0), torch.zeros(4, 1), [])
     log_probs = torch.zeros(4, 1, requires_grad=True)

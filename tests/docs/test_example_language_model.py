@@ -1,11 +1,12 @@
 """examples/train_language_model.py, on a model and a text small enough for seconds."""
 
 import dataclasses
+import itertools
 import json
 import math
 import signal
 from importlib import import_module
-from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -26,49 +27,19 @@ def text(device):
 
 
 @pytest.fixture
-def implementation(device):
-    return examples.implementation_of(device)
-
-
-@pytest.fixture
-def start(text, implementation):
+def start(text, device):
+    implementation = examples.implementation_of(device)
     return lambda **changes: example.start_run(dataclasses.replace(TINY, **changes), text, implementation)
 
 
 @pytest.fixture
-def call_main(monkeypatch, tmp_path, text, implementation):
-    """Call main on the tiny model, with its files in tmp_path."""
+def call_main(monkeypatch, tmp_path, text, device):
+    """Return a function that calls main on the tiny model, with files in tmp_path."""
+    implementation = examples.implementation_of(device)
     preset = "gpu" if text.training.is_cuda else "cpu"
     monkeypatch.setitem(example.PRESETS, preset, TINY)
     monkeypatch.setattr(example, "load_text", lambda root, device: text)
     return lambda *options: example.main(["--output", str(tmp_path), "--implementation", implementation, *options])
-
-
-def interrupt_in_step(monkeypatch, step):
-    """Press Ctrl-C between the backward of this step and the update of its weights."""
-    clip = torch.nn.utils.clip_grad_norm_
-    calls = []
-
-    def clip_and_interrupt(*arguments):
-        calls.append(step)
-        if len(calls) == step:
-            signal.raise_signal(signal.SIGINT)
-        return clip(*arguments)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_interrupt)
-
-
-def count_steps(monkeypatch):
-    """Return a list that will receive the number of every step drawn from now on."""
-    draw_batch = example.draw_batch
-    steps = []
-
-    def draw_and_count(text, settings, step):
-        steps.append(step)
-        return draw_batch(text, settings, step)
-
-    monkeypatch.setattr(example, "draw_batch", draw_and_count)
-    return steps
 
 
 def assert_same_training(actual, expected):
@@ -140,7 +111,7 @@ def test_learning_rate():
     assert max(rates) == rates[9] == rates[10] == 1.0
     assert rates[55] == pytest.approx((1 + 0.05) / 2)
     assert rates[-1] == pytest.approx(0.05, abs=1e-3)
-    assert all(later < earlier for earlier, later in pairwise(rates[10:]))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[10:]))
 
 
 def test_loss_falls(start, tmp_path):
@@ -171,15 +142,22 @@ def test_second_interrupt_is_not_held_back(interruptible):
         signal.raise_signal(signal.SIGINT)
 
 
-def test_main_resumes_after_interrupt(call_main, start, tmp_path, monkeypatch, capsys):
-    with monkeypatch.context() as patch:
-        interrupt_in_step(patch, 4)
+def test_main_resumes_after_interrupt(call_main, start, tmp_path, capsys):
+    clip, steps = torch.nn.utils.clip_grad_norm_, itertools.count(1)
+
+    def clip_and_interrupt(*arguments):
+        """Press Ctrl-C in step 4, between backward and the update of the weights."""
+        if next(steps) == 4:
+            signal.raise_signal(signal.SIGINT)
+        return clip(*arguments)
+
+    with mock.patch.object(torch.nn.utils, "clip_grad_norm_", clip_and_interrupt):
         assert call_main() == 130
     assert "saved step 4" in capsys.readouterr().out
     assert not (tmp_path / "metrics.json").exists()
-    steps = count_steps(monkeypatch)
-    assert call_main("--resume") == 0
-    assert steps == [4, 5, 6, 7]
+    with mock.patch.object(example, "draw_batch", side_effect=example.draw_batch) as draw_batch:
+        assert call_main("--resume") == 0
+    assert [call.args[2] for call in draw_batch.call_args_list] == [4, 5, 6, 7]
     unbroken = start()
     example.train(unbroken, tmp_path / "unbroken.safetensors")
     resumed = start()
@@ -229,7 +207,7 @@ def test_checkpoint_of_another_run_is_refused(start, tmp_path, text):
         example.load_checkpoint(run, checkpoint)
 
 
-def test_failed_write_keeps_the_old_checkpoint(start, tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_checkpoint(start, tmp_path):
     checkpoint = tmp_path / "checkpoint.safetensors"
     run = start()
     example.train(run, checkpoint, stop_after=2)
@@ -238,10 +216,8 @@ def test_failed_write_keeps_the_old_checkpoint(start, tmp_path, monkeypatch):
         save_file(dict(list(tensors.items())[:3]), path, metadata)
         raise OSError("no space left on device")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(example, "save_file", fail_half_way)
-        with pytest.raises(OSError, match="no space"):
-            example.train(start(), checkpoint, stop_after=1)
+    with mock.patch.object(example, "save_file", fail_half_way), pytest.raises(OSError, match="no space"):
+        example.train(start(), checkpoint, stop_after=1)
     loaded = start()
     example.load_checkpoint(loaded, checkpoint)
     assert_same_training(loaded, run)

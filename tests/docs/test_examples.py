@@ -38,7 +38,7 @@ def test_short_examples_run_as_a_user_runs_them(command, says):
 
 
 def test_load_checkpoint_layer(capsys):
-    """On its own small checkpoint, on a golden case, and on a layer without experts."""
+    """Run the example on its own small checkpoint, on a golden case, and on a layer without experts."""
     example = import_module("load_checkpoint_layer")
     example.main(["--device", "cuda" if torch.cuda.is_available() else "cpu"])
     out = capsys.readouterr().out

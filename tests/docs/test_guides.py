@@ -30,7 +30,7 @@ def skip_without_transformers(page):
         )
 
 
-# A process for each page. The default tier runs the README, and checks names and commands on every page.
+# Each page runs in a process of its own. The default tier runs the README, and checks names and commands on every page.
 @pytest.mark.parametrize("page", default_tier(PAGES, PAGES[:1]), ids=lambda page: page.stem)
 def test_blocks_run(page, tmp_path):
     skip_without_transformers(page)
@@ -42,8 +42,7 @@ def test_blocks_run(page, tmp_path):
 @pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "guides" / "several_gpus.md"], ids=lambda page: page.stem)
 def test_several_gpus_in_two_processes(page, tmp_path):
     skip_without_transformers(page)
-    result = run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+    run_torchrun(["-m", "tests.markdown", str(page)], 2, tmp_path)
 
 
 def as_python(words):

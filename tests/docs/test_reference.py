@@ -77,7 +77,7 @@ def listed(file):
     return []
 
 
-# A shape comment of the source: what the docstring repeats of it.
+# The part of a shape comment of the source that the docstring repeats.
 DTYPE = r"(?: (?:float|int)\w+(?: or \w+)?| bool| integers)?"
 SHAPE = re.compile(rf"(as out|scalar|\[[^]]*\](?: each)?(?: or \[[^]]*\])*{DTYPE})")
 
@@ -203,18 +203,16 @@ def test_earlier_ratios_of_sonicmoe_equal_their_results_file():
 def test_host_times_equal_their_results_file():
     rows, sizes = load("small_batches_host_h200_b6f26876.json"), ("T", "D", "F", "E", "K")
     names = ["dense_mlp", "moe_layers", "dense_mlp_compiled", "moe_layers_compiled", "grouped_mm_compiled"]
+    passes = ("inference", "forward", "forward+backward")
     us = {(*(row[s] for s in sizes), row["implementation"], row["pass"]): row["host_us"] for row in rows}
     for shape in {key[:5] for key in us}:
         cells = [", ".join(map(str, shape))]
-        for name in names:
-            passes = [us[(*shape, name, which)] for which in ("inference", "forward", "forward+backward")]
-            cells.append(" / ".join(f"{value:.0f}" for value in passes))
+        cells += [" / ".join(f"{us[(*shape, name, which)]:.0f}" for which in passes) for name in names]
         assert f"| {' | '.join(cells)} |\n" in PERFORMANCE, shape
-    over = {
-        which: [row["over_dense"] for row in rows if (row["implementation"], row["pass"]) == ("moe_layers", which)]
-        for which in ("inference", "forward", "forward+backward")
-    }
-    limits = [span(values) for values in over.values()]
+    limits = [
+        span([row["over_dense"] for row in rows if (row["implementation"], row["pass"]) == ("moe_layers", which)])
+        for which in passes
+    ]
     assert f"the layer takes {limits[0]}, {limits[1]} and {limits[2]} times as long." in PERFORMANCE
 
 
@@ -265,9 +263,9 @@ def test_whole_models_numbers_with_lora_equal_their_results_files():
     assert f"Six layers peak at {ours:.0f} MiB,\n  PEFT alone at {theirs:.0f}." in README
 
 
-def baseline_over_ours(name, which="forward+backward"):
-    """Return the ratio of each layer of a results file against compiled `grouped_mm`, with even routing."""
-    rows = [row for row in load(name) if row["routing"] == "even" and row["pass"] == which]
+def baseline_over_ours(name):
+    """Return each layer's ratio of the time of compiled `grouped_mm` to ours, with backward and even routing."""
+    rows = [row for row in load(name) if row["routing"] == "even" and row["pass"] == "forward+backward"]
     ms = {(row["shape"], row["implementation"]): row["ms"] for row in rows}
     return {shape: base / ms[shape, "triton"] for (shape, form), base in ms.items() if form == "torch_grouped_mm"}
 
@@ -285,11 +283,10 @@ def test_readmes_ratios_to_compiled_layers_are_in_the_results():
     ]
     ours, baseline = (f"{row['saved_mib']:.0f}" for row in saved)
     assert f"saves {ours} MiB for backward; compiled `grouped_mm` saves {baseline}." in README
-    split = []
-    for shape in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"):
-        split.append(1 / only(load(f"lora_h200_c384e63_{shape}.json"), form="grouped_mm_split")["lora_over_form"])
-    assert f"| split LoRA of `grouped_mm`, compiled | three layers | {span(split)} |" in README
-    assert f"our adapters is {span(split)} times" in PERFORMANCE
+    files = [load(f"lora_h200_c384e63_{shape}.json") for shape in ("qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b")]
+    ratios = span([1 / only(rows, form="grouped_mm_split")["lora_over_form"] for rows in files])
+    assert f"| split LoRA of `grouped_mm`, compiled | three layers | {ratios} |" in README
+    assert f"our adapters is {ratios} times" in PERFORMANCE
 
 
 def test_every_layer_slower_than_its_baseline_is_named():

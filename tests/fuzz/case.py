@@ -86,22 +86,7 @@ def parse(text: str) -> Case:
         raise ValueError(f"fuzz: a case must be one of {sorted(CASES)} with its fields, got {text!r}") from error
 
 
-class Unchanged:
-    """Checks that tensors do not change: the whole storage of each, including gaps between elements."""
-
-    def __init__(self) -> None:
-        self._watched: list[tuple[Tensor, Tensor]] = []
-
-    def watch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        self._watched += [(tensor, _storage(tensor).clone()) for tensor in tensors]
-        return tensors
-
-    def check(self) -> None:
-        for position, (tensor, before) in enumerate(self._watched):
-            assert torch.equal(_storage(tensor), before), f"input {position} was written to"
-
-
-def _storage(tensor: Tensor) -> Tensor:  # bytes
+def _storage(tensor: Tensor) -> Tensor:  # bytes, including the gaps between elements
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
@@ -120,14 +105,20 @@ def hold(
         names: names of the floating-point inputs, in order.
         frozen: those inputs that require no gradient.
     """
-    unchanged = Unchanged()
+    watched: list[tuple[Tensor, Tensor]] = []  # each input and its storage before the op
 
-    def watched(seed: int) -> tuple[Tensor, ...]:
-        return unchanged.watch(draw(seed))
+    def watched_inputs(seed: int) -> tuple[Tensor, ...]:
+        inputs = draw(seed)
+        watched.extend((tensor, _storage(tensor).clone()) for tensor in inputs)
+        return inputs
+
+    def check_unchanged() -> None:
+        for position, (tensor, before) in enumerate(watched):
+            assert torch.equal(_storage(tensor), before), f"input {position} was written to"
 
     def judged(*inputs: Tensor) -> Tensor:
         out = op(*inputs)
-        unchanged.check()  # before the reference reads them
+        check_unchanged()  # before the reference reads the inputs
         return out
 
     inputs = draw(0)
@@ -135,15 +126,15 @@ def hold(
     still = {i for i, name in zip(positions, names, strict=True) if name in frozen}
     results = ("out", *(f"gradient of {name}" for name in names if name not in frozen))
     if inputs[positions[0]].dtype == torch.float64:
-        inputs = unchanged.watch(inputs)
+        inputs = watched_inputs(0)
         actual, exact = (run_with_grads(function, inputs, frozen=still) for function in (judged, formula))
         for name, a, e in zip(results, actual, exact, strict=True):
             assert a.shape == e.shape, f"{name}: shape {list(a.shape)}, expected {list(e.shape)}"
             error, largest = (t.abs().max().item() if t.numel() else 0.0 for t in (a - e, e))
             assert error <= FLOAT64_PRECISION * max(largest, 1.0), f"{name}: error {error:.3e}, largest {largest:.3e}"
     else:
-        check_accuracy(judged, reference_op, watched, results, still)
-    unchanged.check()
+        check_accuracy(judged, reference_op, watched_inputs, results, still)
+    check_unchanged()
 
 
 def with_upstream(out: Tensor, change: Callable[[Tensor], Tensor], *, integers: bool) -> Tensor:

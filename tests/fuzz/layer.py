@@ -78,9 +78,6 @@ class Layer(Case):
             selection_bias.copy_(Random("float32", device, self.seed).values(*selection_bias.shape, scale=0.3))
         return layer
 
-    def is_frozen(self, name: str) -> bool:
-        return any(name == part or name.startswith(f"{part}.") for part in self.frozen)
-
     def draw(self, layer: MoEFeedForward, device: str, seed: int) -> tuple[Tensor, ...]:
         """Return x, the mask, the layer's own choice of experts, then its parameters."""
         multiples = sums_decide(self.limit, self.dtype)
@@ -185,7 +182,7 @@ class Layer(Case):
             partial(self.formula, layer),
             partial(self.draw, layer, device),
             names,
-            [name for name in names if self.is_frozen(name)],
+            [name for name in names if any(f"{name}.".startswith(f"{part}.") for part in self.frozen)],
         )
 
 

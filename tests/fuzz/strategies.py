@@ -111,14 +111,9 @@ ROUTINGS = st.sampled_from(["random", "even", "zipf", "first"])
 SHARES = st.sampled_from([0.0, 0.0, 0.3, 0.9, 1.0])
 
 
-def subsets(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.tuples(*[st.booleans()] * len(names)).map(
-        lambda kept: tuple(n for n, k in zip(names, kept, strict=True) if k)
-    )
-
-
 def frozen(names: tuple[str, ...]) -> st.SearchStrategy[tuple[str, ...]]:
-    return st.one_of(st.just(()), subsets(names))
+    """Draw the inputs without a gradient: none, or any of the named ones."""
+    return st.one_of(st.just(()), st.lists(st.sampled_from(names), unique=True).map(tuple))
 
 
 def limits(activation: str, exact_inputs: bool) -> st.SearchStrategy[float | None]:
@@ -127,23 +122,31 @@ def limits(activation: str, exact_inputs: bool) -> st.SearchStrategy[float | Non
     return st.sampled_from([None, 0.5]) if has and exact_inputs else st.none()
 
 
+def routed_fields(draw: Draw, space: Space) -> dict[str, object]:
+    """Draw the fields that all cases of routed tokens have."""
+    num_tokens, (num_experts, top_k) = draw(space.tokens()), draw(space.experts_and_top_k())
+    return {
+        "num_tokens": num_tokens,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "routing": draw(ROUTINGS),
+        "dropped": draw(SHARES),
+        "max_rows": draw(st.one_of(st.none(), st.none(), st.integers(1, num_tokens * top_k + 1))),
+        "seed": draw(SEEDS),
+    }
+
+
 @st.composite
 def experts(draw: Draw, space: Space) -> Experts:
     dtype = draw(st.sampled_from(space.dtypes))
     activation = draw(activations(space, dtype == "float32"))
     d_model, d_ff = draw(space.two_widths(dtype))
-    num_tokens, (num_experts, top_k) = draw(space.tokens()), draw(space.experts_and_top_k())
     bias, weight_on_input = draw(st.booleans()), draw(st.booleans())
     return Experts(
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=top_k,
+        **routed_fields(draw, space),
         d_model=d_model,
         d_ff=d_ff,
         dtype=dtype,
-        routing=draw(ROUTINGS),
-        dropped=draw(SHARES),
-        max_rows=draw(st.one_of(st.none(), st.none(), st.integers(1, num_tokens * top_k + 1))),
         activation=activation,
         limit=draw(limits(activation, dtype == "float64" or not weight_on_input)),
         bias=bias,
@@ -151,11 +154,11 @@ def experts(draw: Draw, space: Space) -> Experts:
         recompute=draw(st.sampled_from([None, "up"])),
         frozen=draw(frozen(OPERANDS if bias else OPERANDS[:4])),
         layouts=draw(space.many_layouts(5)),
-        seed=draw(SEEDS),
     )
 
 
 def grouped_fields(draw: Draw, space: Space) -> dict[str, object]:
+    """Draw the fields that all products of rows in groups have."""
     dtype = draw(st.sampled_from(space.dtypes))
     size_k, size_n = draw(space.two_widths(dtype))
     return {
@@ -164,16 +167,18 @@ def grouped_fields(draw: Draw, space: Space) -> dict[str, object]:
         "size_k": size_k,
         "size_n": size_n,
         "dtype": dtype,
-        "wide": draw(st.booleans()),
-        "into_out": draw(st.sampled_from([False, False, True])),
         "layouts": draw(space.many_layouts(3)),
         "seed": draw(SEEDS),
     }
 
 
+def result_fields(draw: Draw) -> dict[str, bool]:
+    return {"wide": draw(st.booleans()), "into_out": draw(st.sampled_from([False, False, True]))}
+
+
 @st.composite
 def grouped_gemms(draw: Draw, space: Space) -> GroupedGemm:
-    fields = grouped_fields(draw, space)
+    fields = grouped_fields(draw, space) | result_fields(draw)
     bias, row_scale = draw(st.booleans()), draw(st.booleans())
     exact = fields["dtype"] != "float64" and (fields["dtype"] == "float32" or fields["wide"] or row_scale)
     activation = draw(st.one_of(st.none(), activations(space, exact, gated=True)))
@@ -185,7 +190,7 @@ def grouped_gemms(draw: Draw, space: Space) -> GroupedGemm:
 
 @st.composite
 def grouped_wgrads(draw: Draw, space: Space) -> GroupedWgrad:
-    return GroupedWgrad(**grouped_fields(draw, space), frozen=draw(frozen(("a", "dout"))))
+    return GroupedWgrad(**grouped_fields(draw, space), **result_fields(draw), frozen=draw(frozen(("a", "dout"))))
 
 
 @st.composite
@@ -203,19 +208,11 @@ def gemm_lists(draw: Draw, space: Space) -> GemmList:
 
 @st.composite
 def jagged_gemms(draw: Draw, space: Space) -> JaggedGemm:
-    dtype, dtype_b = draw(st.sampled_from(space.dtypes)), draw(st.sampled_from(space.dtypes))
-    size_k, size_n = draw(space.two_widths(dtype))
     return JaggedGemm(
-        sizes=draw(space.sizes()),
-        tail=draw(st.one_of(st.just(0), st.integers(0, 40))),
-        size_k=size_k,
-        size_n=size_n,
-        dtype=dtype,
-        dtype_b=dtype_b,
+        **grouped_fields(draw, space),
+        dtype_b=draw(st.sampled_from(space.dtypes)),
         long_offsets=draw(st.booleans()),
         frozen=draw(frozen(("a", "b"))),
-        layouts=draw(space.many_layouts(3)),
-        seed=draw(SEEDS),
     )
 
 
@@ -249,24 +246,17 @@ def constant(top_k: int, names: tuple[str, ...], chosen: tuple[str, ...]) -> tup
 
 @st.composite
 def routings(draw: Draw, space: Space) -> RoutingAndCombine:
-    dtype = draw(shorter(space))
-    num_tokens, (num_experts, top_k) = draw(space.tokens()), draw(space.experts_and_top_k())
+    dtype, fields = draw(shorter(space)), routed_fields(draw, space)
     return RoutingAndCombine(
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=top_k,
+        **fields,
         d_model=draw(space.two_widths(dtype))[0],
         dtype=dtype,
-        routing=draw(ROUTINGS),
         router=draw(st.sampled_from(sorted(ROUTERS))),
         normalize=draw(st.booleans()),
         weighted=draw(st.booleans()),
-        dropped=draw(SHARES),
         block_rows=draw(st.sampled_from([16, 128])),
-        max_rows=draw(st.one_of(st.none(), st.integers(1, num_tokens * top_k + 1))),
-        frozen=constant(top_k, ("logits",), draw(frozen(("logits", "tokens")))),
+        frozen=constant(fields["top_k"], ("logits",), draw(frozen(("logits", "tokens")))),
         layouts=draw(space.many_layouts(3)),
-        seed=draw(SEEDS),
     )
 
 

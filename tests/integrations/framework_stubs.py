@@ -1,4 +1,4 @@
-"""Stand-ins for training frameworks, from their documented interfaces. An installed framework is used itself."""
+"""Stand-ins for training frameworks, made from their documented interfaces. Tests prefer an installed framework."""
 
 import importlib
 import importlib.util
@@ -98,10 +98,10 @@ FRAMEWORKS = {
 
 
 def install(name, monkeypatch, version=None):
-    """Import our module for a framework: the installed one, or a stand-in until the end of the test.
+    """Import our module for a framework. A missing framework gets a stand-in until the end of the test.
 
     Args:
-        version: of a stand-in; default: the tested one.
+        version: version of a stand-in, which then replaces an installed framework, too. Default: the tested version.
     """
     distribution, tested, package, stub = FRAMEWORKS[name]
     ours = f"moe_layers.integrations.{name}"
@@ -120,5 +120,5 @@ def install(name, monkeypatch, version=None):
     monkeypatch.setattr(known, "version", {distribution: version or tested}.__getitem__)
     monkeypatch.delitem(sys.modules, ours, raising=False)
     module = importlib.import_module(ours)
-    monkeypatch.setitem(sys.modules, ours, module)  # and away again after the test
+    monkeypatch.setitem(sys.modules, ours, module)  # so that monkeypatch removes it after the test
     return module

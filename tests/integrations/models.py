@@ -1,4 +1,4 @@
-"""Small random transformers models, and one forward and backward of them."""
+"""Small random transformers models, and functions that run them and compare their results."""
 
 import copy
 
@@ -17,7 +17,7 @@ transformers.logging.set_verbosity_error()
 since_5_23 = pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="tested with transformers 5.23"
 )
-# Their eager experts always compute in float32, so that a float64 run would not be exact.
+# Models whose eager experts always compute in float32, so that a float64 run would not be exact.
 FLOAT32_EAGER = {"openai_privacy_filter"}
 
 SIZES = {
@@ -37,7 +37,7 @@ QUIET = {"report_to": [], "disable_tqdm": True, "use_cpu": not torch.cuda.is_ava
 
 OWN_FIELDS = {
     "dbrx": {"d_model": 64, "hidden_size": 64},
-    "nemotron_h": {"hybrid_override_pattern": "*E"},  # its Mamba layers would look for kernels online
+    "nemotron_h": {"hybrid_override_pattern": "*E"},  # Mamba layers would look for kernels online
     "muse_spark_text": {"moe_hidden_size": 20},
     "step3p7_text": {"share_expert_dim": 24, "sliding_window": 8},
 }
@@ -113,7 +113,7 @@ def logits_of(model):
 
 
 def enabled_logits(models, implementation="reference"):
-    """Enable models. Return their logits."""
+    """Enable models. Return the logits of each."""
     for model in models:
         enable(model, implementation=implementation)
     return [logits_of(model) for model in models]
@@ -128,7 +128,7 @@ def step(model, tokens, **options):
     """Return the output, the router logits if any, and all gradients by name of a loss with random weights per output.
 
     Args:
-        tokens: or all inputs by name.
+        tokens: ids of tokens, or all inputs by name.
     """
     model.zero_grad()
     options = {"output_router_logits": True, "use_cache": False, **options}
@@ -141,6 +141,14 @@ def step(model, tokens, **options):
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     router_logits = [logits.detach().flatten() for logits in getattr(result, "router_logits", None) or ()]
     return out.detach(), torch.cat(router_logits) if router_logits else out.new_empty(0), gradients
+
+
+def make_trainer(model, directory, rows, **settings):
+    """Return a Trainer on rows of token ids, with a constant learning rate. It uses the CPU if there is no GPU."""
+    settings = {"per_device_train_batch_size": 2, "lr_scheduler_type": "constant", **QUIET, **settings}
+    arguments = transformers.TrainingArguments(str(directory), **settings)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data[:4])
 
 
 def assert_same_bits(actual, expected):
@@ -178,7 +186,7 @@ def check_change(model, change, tokens=None):
 
 
 def assert_close_gradients(actual, expected, tolerance, smallest=0.0):
-    """Compare gradients by name, relative to the largest value of each, with `smallest` added."""
+    """Compare gradients by name. The limit is relative to the largest value of a gradient, plus `smallest`."""
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         atol = tolerance * gradient.abs().max().item() + smallest

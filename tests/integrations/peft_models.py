@@ -28,7 +28,7 @@ def lora(r=3, alpha=5, targets=TARGETS, **options):
 
 
 def randomise(model):
-    """Draw all adapters, by name: PEFT begins with zeros in lora_B."""
+    """Draw the factors of all adapters, seeded by their names, because PEFT initialises lora_B with zeros."""
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if "lora_" in name:
@@ -42,7 +42,7 @@ def adapt(model, config):
 
 
 def enabled_and_adapted(model, order, config=None, implementation="reference"):
-    """Enable and adapt a model; `order` is what is done first, "enabled" or "adapted". Return (the model, report)."""
+    """Enable and adapt a model. `order` names the first change, "enabled" or "adapted". Return (model, report)."""
     config = config or lora()
     if order == "enabled":
         report = enable(model, implementation=implementation)
@@ -52,7 +52,7 @@ def enabled_and_adapted(model, order, config=None, implementation="reference"):
 
 
 def share_factors(ours, theirs):
-    """Give two adapted models the same factors. Return pairs of them; their names depend on the order of wrappers."""
+    """Give two adapted models the same factors. Return pairs, because their names depend on the order of wrappers."""
     wrappers, others = (
         {
             (name.replace(".base_layer", ""), module.parameter_name): module
@@ -101,12 +101,14 @@ def assert_equal_steps(actual, expected, tolerance=1e-10):
 
 
 def compare_steps(ours, golden, **options):
-    """Compare a step of two models on the same tokens."""
+    """Compare a step of two models on the same tokens. Return that of the second model."""
     tokens = draw_tokens(golden)
-    assert_equal_steps(step(ours, tokens, **options), step(golden, tokens, **options))
+    expected = step(golden, tokens, **options)
+    assert_equal_steps(step(ours, tokens, **options), expected)
+    return expected
 
 
-def float64_pair(model_type="qwen3_moe", config=None, **changes):
+def float64_pair(model_type="qwen3_moe", config=None):
     """Return the same adapted model twice: for PEFT, and for us."""
-    model = adapt(build(model_type, dtype=torch.float64, **changes), config or lora())
+    model = adapt(build(model_type, dtype=torch.float64), config or lora())
     return model, copy.deepcopy(model)

@@ -25,15 +25,16 @@ def experts(**numbers):
     return SimpleNamespace(act_fn="some function", **numbers)
 
 
-def split(columns, interleaved):
-    return (columns[:, ::2], columns[:, 1::2]) if interleaved else columns.chunk(2, -1)
+def of_halves(combine):
+    """Return the function of columns that combines their halves, gate and up."""
+    return lambda columns: combine(*columns.chunk(2, -1))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("name", GATES)
 def test_gated(name, interleaved):
     def apply_gate(columns):
-        gate, up = split(columns, interleaved)
+        gate, up = (columns[:, ::2], columns[:, 1::2]) if interleaved else columns.chunk(2, -1)
         return GATES[name](gate) * up
 
     assert recognise_gated(experts(), apply_gate, interleaved=interleaved) == Activation(name, interleaved=interleaved)
@@ -48,23 +49,14 @@ def test_numbers_are_the_modules_own(limit):
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return (up + 1) * gate * torch.sigmoid(1.3 * gate)
 
-    def before(columns):
-        gate, up = columns.chunk(2, -1)
-        return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
-    def after(columns):
-        gate, up = columns.chunk(2, -1)
-        return functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
-
-    def clamped_gelu(columns):
-        gate, up = columns.chunk(2, -1)
-        return functional.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
-
     def softcapped(columns):
         gate, up = columns.float().chunk(2, -1)
         value = 1.3 * torch.tanh(gate / 1.3) * torch.sigmoid(gate) * limit * torch.tanh(up / limit)
         return value.to(columns.dtype)
 
+    before = of_halves(lambda gate, up: functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
+    after = of_halves(lambda gate, up: functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit))
+    clamped_gelu = of_halves(lambda gate, up: functional.gelu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
     softcaps = SimpleNamespace(up_softcap=SimpleNamespace(softcap=limit), gate_softcap=SimpleNamespace(softcap=1.3))
     for module, apply_gate, expected in (
         (experts(limit=limit, alpha=1.3), gpt_oss, Activation("gpt_oss", limit=limit, alpha=1.3)),
@@ -80,10 +72,7 @@ def test_numbers_are_the_modules_own(limit):
 
 
 def test_a_clamp_at_infinity_is_none():
-    def apply_gate(columns):
-        gate, up = columns.chunk(2, -1)
-        return functional.silu(gate).clamp(max=math.inf) * up
-
+    apply_gate = of_halves(lambda gate, up: functional.silu(gate).clamp(max=math.inf) * up)
     assert recognise_gated(experts(limit=math.inf), apply_gate, interleaved=False) == Activation("swiglu")
 
 

@@ -13,13 +13,13 @@ from .models import assert_same_bits, build, draw_tokens, enabled_logits, expert
 
 pytestmark = [
     slow,  # importing bitsandbytes takes seconds
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
-    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # PEFT warns about its use of transformers
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # PEFT 0.18 warns
     pytest.mark.filterwarnings("ignore:Could not find a config file:UserWarning"),
-    pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning"),  # PEFT's own, if it finds no parameter
+    pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning"),  # PEFT warns if it finds no parameter
 ]
 KEYS = ("gate_up_proj", "down_proj")
-# Of bitsandbytes' block sizes the smallest, the usual one and the largest; matrices are no whole blocks.
+# The smallest, the usual and the largest block size of bitsandbytes. The matrices are no whole blocks.
 OPTIONS = {
     "nf4 (1x64)": {},
     "nf4 (1x64, scales in blocks of 256)": {"compress_statistics": True},
@@ -57,7 +57,7 @@ def test_outputs_and_gradients_are_those_of_the_dequantised_model(name, replace_
     assert list(report.quantized) == [name]
     assert list(report.kinds) == [("Qwen3MoeExperts", "swiglu", "experts interface")]
     values = sum(p.numel() for _, experts in experts_of(stored) for p in experts.parameters())
-    assert values < report.quantized[name] < 1.35 * values  # scales are the rest; tables of 256 weigh in small models
+    assert values < report.quantized[name] < 1.35 * values  # the rest: scales, and tables of 256 numbers
     tokens = draw_tokens(stored)
     actual = step(stored, tokens)
     assert_same_bits(actual, step(plain, tokens))
@@ -165,7 +165,6 @@ def adapted_and_enabled(model, peft_models):
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft(order, replace_parameter_4bit, peft_models):
-    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     stored, plain = pair(replace_parameter_4bit, compress_statistics=True)
     peft_models.assert_adapted_as_by_peft(stored, plain, order, lora(stored, peft_models), num_adapted=4)
 
@@ -199,11 +198,11 @@ def test_short_names_that_train_attention_alone_are_told(order, replace_paramete
     with pytest.warns(UserWarning, match=NOT_TRAINED) as told:
         _ = adapted(tokens) if order != "adapted" else enable(adapted, implementation="reference")
     assert len([warning for warning in told if "does not train" in str(warning.message)]) == 1
-    assert not [name for name in step(adapted, tokens)[2] if "experts" in name]  # and no second warning
+    assert not [name for name in step(adapted, tokens)[2] if "experts" in name]  # without a second warning
 
 
 def test_one_stored_layer_among_plain_ones_is_told(replace_parameter_4bit, peft_models):
-    """PEFT adapts the plain ones, and gives no warning."""
+    """PEFT adapts the plain layers, and gives no warning."""
     model = build("qwen3_moe")
     for key in KEYS:
         replace_parameter_4bit(model.model.layers[1].mlp.experts, key)
@@ -223,7 +222,7 @@ def test_merging_by_peft_does_not_reach_the_bytes(replace_parameter_4bit, peft_m
 
 
 def test_adapter_files(replace_parameter_4bit, tmp_path, peft_models):
-    """PEFT reads them into another model in 4 bits. Converted, they fit the model with plain weights."""
+    """PEFT reads adapter files into another model in 4 bits. Converted files fit the model with plain weights."""
     stored, plain = pair(replace_parameter_4bit)
     stored = adapted_and_enabled(stored, peft_models)
     expected = logits_of(stored)

@@ -1,4 +1,4 @@
-"""Copies and pickles of models that are enabled whole, in part, or were to be enabled."""
+"""Copies and pickles of models that are enabled whole or in part, or whose enabling was interrupted."""
 
 import copy
 import pickle
@@ -110,7 +110,6 @@ assert torch.equal(model(input_ids=tokens).logits, wanted)
 @pytest.mark.parametrize("part", ["", "model.layers.1"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
 def test_an_enabled_model_unpickles_in_a_new_process(model_type, part, tmp_path, device):
-    """Whole or in part."""
     model = build(model_type, device)
     tokens = draw_tokens(model)
     enable(model.get_submodule(part))

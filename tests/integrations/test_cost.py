@@ -49,7 +49,7 @@ def without_first(choice):
 
 
 def test_statistics_are_one_op_per_layer(device):
-    """It makes two launches: see tests/unit/routing/test_statistics_kernels.py."""
+    """The op makes two launches: see tests/unit/routing/test_statistics_kernels.py."""
     assert added_ops(observed, device) == {"moe_layers::add_forward": NUM_LAYERS}
 
 

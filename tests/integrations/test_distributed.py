@@ -9,6 +9,8 @@ import torch
 import transformers
 from packaging.version import Version
 
+from moe_layers.integrations.transformers import enable
+
 from ..checkpoint.golden import FASTEST
 from ..processes import make_test
 from ..tiers import slow
@@ -31,16 +33,13 @@ def step(model, device):
 
 
 def assert_same_step(device, **sizes):
-    from transformers.distributed import DistributedConfig
-
-    from moe_layers.integrations.transformers import enable
-
     transformers.logging.disable_progress_bar()
     auto = transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     own = auto.from_config(transformers.Qwen3MoeConfig(**QWEN3_MOE), experts_implementation="eager")
     own = initialise(own).to(device).train()
-    model = auto.from_pretrained(saved(own), distributed_config=DistributedConfig(**sizes)).train()
+    config = transformers.distributed.DistributedConfig(**sizes)
+    model = auto.from_pretrained(saved(own), distributed_config=config).train()
     report = enable(model, implementation=FASTEST)
     assert report.blocks == 2 and model.config._experts_implementation == "moe_layers"
     logits, loss, gradients = step(model, device)

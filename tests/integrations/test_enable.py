@@ -140,9 +140,9 @@ def test_compiled_model_is_the_same(model_type, device):
     assert torch.equal(step(compiled, tokens)[0], step(plain, tokens)[0])  # code compiled for ours is not reused
 
 
-@pytest.mark.filterwarnings("ignore")  # of Inductor and of transformers under it
+@pytest.mark.filterwarnings("ignore")  # Inductor warns, and transformers under Inductor
 def test_training_of_a_compiled_block(device):
-    """The default backend, Inductor, compiles it, on a CPU as well."""
+    """The default backend, Inductor, compiles the block, on a CPU as well."""
     model = build("qwen3_moe", device, num_hidden_layers=1)
     tokens = draw_tokens(model)
     baseline, exact = step(model, tokens), step(copy.deepcopy(model).double(), tokens)
@@ -201,11 +201,8 @@ def test_jetmoe_of_earlier_transformers_is_refused(monkeypatch):
 
 
 def test_one_unknown_block_among_known_ones_is_refused():
-    class FancyExperts(nn.Module):
-        pass
-
     model = build("qwen3_moe")
-    model.model.layers[0].mlp.experts = FancyExperts()
+    model.model.layers[0].mlp.experts = type("FancyExperts", (nn.Module,), {})()
     with pytest.raises(ValueError, match="got unsupported FancyExperts, Qwen3MoeSparseMoeBlock"):
         enable(model)
 
@@ -227,7 +224,7 @@ def with_integers(experts):
         setattr(experts, name, nn.Parameter(getattr(experts, name).to(torch.int8), requires_grad=False))
 
 
-# Changes of experts, and the reason against them with the name of the experts.
+# Changes of experts, and why the experts are then refused. {} is the name of the experts.
 UNSUPPORTED = [
     (with_unknown_activation, "the activation of Qwen3MoeExperts must be one of .*Mish"),
     (with_norm_and_bias, "experts with a norm must have no biases, got both in Qwen3MoeExperts"),
@@ -246,7 +243,7 @@ def test_unsupported_experts_are_refused(change, reason):
 
 @pytest.mark.parametrize("first_out", [0, 1])
 def test_models_that_share_a_configuration(first_out, device):
-    """Each of them is enabled and disabled by itself, in any order."""
+    """Each model is enabled and disabled by itself, in any order."""
     models = [build("qwen3_moe", device) for _ in range(2)]
     for module in models[1].modules():
         if hasattr(module, "config"):
@@ -270,7 +267,7 @@ def test_a_copied_configuration_selects_the_same_experts(device):
     second = type(first)(copy.deepcopy(first.config)).eval().to(device)
     second.load_state_dict(first.state_dict())
     tokens = draw_tokens(first, 1, 3)
-    own_way = second(input_ids=tokens).logits  # recognised at the call
+    own_way = second(input_ids=tokens).logits  # this call recognises the experts
     assert enable(second).blocks == 2
     assert torch.equal(second(input_ids=tokens).logits, first(input_ids=tokens).logits)
     disable(second)

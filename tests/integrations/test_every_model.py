@@ -64,7 +64,7 @@ REFUSED = {
     "vitpose_backbone": r"VitPoseNaiveMoe \(its experts are single matrices, chosen by data set\)",
 }
 COMPUTED = sorted(folder for folder, names in CLASSES.items() if folder not in REFUSED and names - NO_EXPERTS.keys())
-# The model of transformers has no gradient checkpointing.
+# Models of transformers that have no gradient checkpointing.
 NO_CHECKPOINTING = {"DiffusionGemmaEncoderTextModel", "JetMoeModel"}
 
 LINEAR_ATTENTION = {"linear_head_dim": 8, "linear_num_heads": 4}
@@ -131,7 +131,7 @@ def inputs_of(model):
     if kind == "Dots3NoteVisionModel":
         pixels = torch.randn(16, 3 * model.config.patch_size**2, dtype=torch.float64)
         return {"pixel_values": pixels, "grid_thw": torch.tensor([[1, 4, 4]])}
-    if kind == "Qwen3OmniMoeTalkerModel":  # it has no embedding of `input_ids`
+    if kind == "Qwen3OmniMoeTalkerModel":  # this model has no embedding of `input_ids`
         return {"inputs_embeds": torch.randn(2, 12, width, dtype=torch.float64)}
     tokens = draw_tokens(model)
     if kind == "Ernie4_5_VLMoeTextModel":  # tokens of text and of images have different experts
@@ -204,7 +204,7 @@ def test_computed_as_by_the_model(folder, all_in_float64):
 
 
 def test_clamped_gelu(all_in_float64):
-    """transformers' own tests of DeepSeek-V4 use it."""
+    """transformers' own tests of DeepSeek-V4 use this activation."""
     assert check("deepseek_v4", hidden_act="gelu") == {"clamped_geglu(limit=1.5)"}
 
 
@@ -216,7 +216,7 @@ def test_refused_with_the_reason(folder):
 
 
 def test_nllb_runs_two_experts_only():
-    """The reason of its refusal."""
+    """`enable` refuses NLLB-MoE for this reason."""
     sizes = {"encoder_layers": 1, "decoder_layers": 1, "encoder_sparse_step": 1, "decoder_sparse_step": 1}
     config = transformers.NllbMoeConfig(d_model=8, num_experts=4, moe_token_dropout=0.0, **sizes)
     block = transformers.models.nllb_moe.modeling_nllb_moe.NllbMoeSparseMLP(config, ffn_dim=8)

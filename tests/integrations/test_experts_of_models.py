@@ -100,7 +100,7 @@ def test_autocast_decides_the_dtype_of_the_products(model_type, device):
 def test_compiles_without_a_break(model_type, device):
     _, ours = both(model_type, device)
     tokens, ids, weights = draw_routing(ours, torch.float32)
-    # An explicit upstream gradient, because a sum's has strides of zero, which compiled code does not keep.
+    # The upstream gradient is explicit, because that of a sum has strides of zero, which compiled code does not keep.
     upstream = torch.randn(tokens.shape, device=device, generator=torch.Generator(device).manual_seed(3))
 
     def run(experts):

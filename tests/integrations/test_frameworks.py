@@ -20,7 +20,7 @@ from moe_layers.integrations.transformers.experts.experts_forward import ATTRIBU
 from ..markdown import blocks_of
 from ..processes import ROOT
 from .framework_stubs import FRAMEWORKS, install
-from .models import build, draw_tokens
+from .models import build, draw_tokens, logits_of
 from .peft_models import WARNINGS, adapt, lora
 
 PAGE = ROOT / "docs" / "guides" / "frameworks.md"
@@ -125,9 +125,8 @@ def compare_with_enable(load, tmp_path):
     loaded = load(tmp_path)
     assert loaded.config._experts_implementation == NAME
     enable(model)
-    tokens = draw_tokens(model)
-    found, wanted = (each(input_ids=tokens).logits for each in (loaded, model))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)  # with `enable`, one op also computes the router
+    # With `enable`, one op also computes the router.
+    torch.testing.assert_close(logits_of(loaded), logits_of(model), rtol=1e-4, atol=1e-5)
 
 
 def test_ms_swift(monkeypatch, tmp_path):
@@ -141,7 +140,7 @@ def test_ms_swift(monkeypatch, tmp_path):
 
 
 def test_verl(monkeypatch, tmp_path):
-    """Its FSDP engine imports a library, sets attributes of the configuration, and loads the model with it."""
+    """verl's FSDP engine imports a library, sets attributes of the configuration, and loads the model with it."""
     settings = settings_of("actor_rollout_ref")["actor_rollout_ref"]["model"]
     assert settings["external_lib"] == install("verl", monkeypatch).__name__
 

@@ -19,7 +19,7 @@ def generate(model, tokens, cache):
     return model.generate(tokens, attention_mask=torch.ones_like(tokens), cache_implementation=cache, **options)
 
 
-@pytest.mark.filterwarnings("ignore")  # of the compiler: on a GPU, transformers compiles models with a static cache
+@pytest.mark.filterwarnings("ignore")  # the compiler warns: on a GPU, transformers compiles models with a static cache
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_tokens_are_those_of_the_models_own_experts(model_type, cache, device):
@@ -33,7 +33,7 @@ def test_tokens_are_those_of_the_models_own_experts(model_type, cache, device):
 
 
 @slow  # Inductor compiles for tens of seconds
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # the compiler warns
 def test_a_compiled_model_with_a_static_cache(device):
     model = build("qwen3_moe", device)
     enable(model, implementation=FASTEST)

@@ -21,18 +21,18 @@ from .test_enable import UNSUPPORTED
 from .test_experts_of_models import draw_routing, experts_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # of PEFT
-    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # of PEFT 0.18
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),  # PEFT warns
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # PEFT 0.18 warns
 ]
-# The interpreter is slow, and runs the kernels here: few tokens.
+# Few tokens are drawn, because the interpreter, which is slow, runs the kernels here.
 draw_tokens = partial(draw_some, batch=1, length=3)
 NAME = "moe_layers"
 MODELS = ["qwen3_moe", "gpt_oss", "nemotron_h"]
 TOLD = r"PEFT itself computes the adapters of {}Experts.*call moe_layers\.integrations\.transformers\.enable\(model\)"
 
 
-def chosen_by_name(model_type, device="cpu", **changes):
-    model = build(model_type, device, **changes)
+def chosen_by_name(model_type, device):
+    model = build(model_type, device)
     model.set_experts_implementation(NAME)
     return model
 
@@ -130,7 +130,7 @@ def test_peft_computes_its_adapters_by_itself_and_is_told(model_type, peft_model
     expected = step(golden, tokens)
     with pytest.warns(UserWarning, match=TOLD.format(r"\w+")):
         assert_equal_steps(step(ours, tokens), expected)
-    assert_equal_steps(step(ours, tokens), expected)  # and no second warning
+    assert_equal_steps(step(ours, tokens), expected)  # without a second warning
     assert hasattr(experts_of(ours).get_base_layer(), ATTRIBUTE)
     enable(ours, implementation="reference")
     assert_equal_steps(step(ours, tokens), expected)

@@ -41,7 +41,7 @@ def make_config(**changes):
     changes = {"bias_activation_fusion": False, "gradient_accumulation_fusion": False, **changes}
     fused = changes.pop("gradient_accumulation_fusion")
     config = TransformerConfig(**SIZES, **{**usual, **changes})
-    config.gradient_accumulation_fusion = fused  # its own kernel for it needs a GPU
+    config.gradient_accumulation_fusion = fused  # Megatron's own kernel for this fusion needs a GPU
     return config
 
 
@@ -151,7 +151,7 @@ def as_list(tensor, as_numpy=False, record_stream=False):
 )
 @mock.patch("torch.cuda.stream", nullcontext)
 @mock.patch("megatron.core.transformer.moe.token_dispatcher.maybe_move_tensor_to_cpu", as_list)
-@mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True)  # of transformer_engine
+@mock.patch("megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True)  # from transformer_engine
 def expert_parallel(device):
     """Two ranks hold two experts each, and weights' gradients go to `main_grad`."""
     from megatron.core import parallel_state
@@ -239,7 +239,7 @@ def test_delayed_gradients_without_main_grad(tmp_path):
 
 
 def compare_shards(own, ours):
-    """Return the number of shards of this rank."""
+    """Compare the shards of both experts. Return the number of shards of this rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
     from megatron.core.dist_checkpointing.utils import nested_values
 

@@ -18,8 +18,8 @@ from ..tiers import slow
 from .models import assert_same_bits, build, draw_tokens, enabled_logits, logits_of, step
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # peft, of its use of transformers
-    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # peft 0.18
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # PEFT warns about its use of transformers
+    pytest.mark.filterwarnings("ignore:Unsupported layer type:UserWarning"),  # PEFT 0.18 warns
 ]
 CASE = "gpt_oss_mxfp4"
 KEYS = ("gate_up_proj", "down_proj")
@@ -36,7 +36,7 @@ def pair(dtype=torch.float32, device="cpu", *, reorder=True):
     """Return a model with MXFP4 experts, and one that transformers dequantised. Their expert weights are frozen.
 
     Args:
-        reorder: the plain weights get the memory order of the stored ones, because sums in a GEMM depend on it.
+        reorder: give the plain weights the memory order of the stored ones, because sums in a GEMM depend on the order.
     """
     stored = load_stored(dtype=dtype).to(device)
     dequantised = transformers.Mxfp4Config(dequantize=True)
@@ -52,12 +52,16 @@ def pair(dtype=torch.float32, device="cpu", *, reorder=True):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_are_those_that_transformers_dequantises(dtype):
-    """Without `enable`, transformers' own experts read them."""
+    """transformers' own experts read the parameters before `enable`, and after `disable`."""
     stored, plain = pair(dtype, reorder=False)
     for key in KEYS:
         ours, theirs = (getattr(model.get_submodule(NAME), key) for model in (stored, plain))
         assert torch.equal(ours, theirs) and ours.dtype == dtype
-    assert torch.equal(logits_of(stored), logits_of(plain))
+    expected = logits_of(plain)
+    assert torch.equal(logits_of(stored), expected)
+    enable(stored, implementation="reference")
+    disable(stored)
+    assert torch.equal(logits_of(stored), expected)
 
 
 def test_outputs_and_gradients_are_those_of_the_dequantised_model():
@@ -110,14 +114,6 @@ def test_saved_as_published(tmp_path):
     assert torch.equal(logits_of(again), expected)
 
 
-def test_disable():
-    stored = load_stored()
-    expected = logits_of(stored)
-    enable(stored, implementation="reference")
-    disable(stored)
-    assert torch.equal(logits_of(stored), expected)
-
-
 @pytest.fixture
 def peft_models():
     return pytest.importorskip("tests.integrations.peft_models")
@@ -129,7 +125,6 @@ def lora(peft_models):
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft(order, peft_models):
-    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     peft_models.assert_adapted_as_by_peft(*pair(), order, lora(peft_models), num_adapted=2)
 
 
@@ -138,7 +133,7 @@ def test_targets_of_peft_need_full_names(peft_models):
         peft_models.adapt(load_stored(), peft_models.lora())
 
 
-@pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning")  # PEFT's own
+@pytest.mark.filterwarnings("ignore:target_parameters=:RuntimeWarning")  # PEFT warns
 def test_short_names_of_peft_are_told(peft_models):
     adapted = peft_models.adapt(load_stored(), peft_models.lora(target_modules=["q_proj"]))
     with pytest.warns(UserWarning, match=rf"does not train {NAME}\.\w+, {NAME}\.\w+: PEFT.*full names"):

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_kernels.testing import assert_accurate
 from moe_layers.integrations.transformers import disable, enable
 
-from .models import assert_same_step, build, check_change, draw_tokens, step
+from .models import assert_same_step, build, check_change, draw_tokens, logits_of, step
 from .peft_models import (
     TARGETS,
     WARNINGS,
@@ -30,7 +30,7 @@ enable_reference = partial(enable, implementation="reference")
 several_adapters = pytest.mark.skipif(
     Version(peft.__version__) < Version("0.21"), reason="before 0.21 peft has one adapter of parameters per model"
 )
-# Sizes of an expert by the name of the configuration's field; D is 56, 64, 64, 60 and 40.
+# The configuration's field with the width of an expert, and the width D of a token.
 D_FF = {
     "qwen3_moe": ("moe_intermediate_size", 56),
     "mixtral": ("intermediate_size", 64),
@@ -40,16 +40,6 @@ D_FF = {
 }
 
 
-def square(model_type, sizes):
-    """Return the changes of a configuration so that 2F = D, or F = D."""
-    name, d_model = D_FF[model_type]
-    return {"own": {}, "2F = D": {name: d_model // 2}, "F = D": {name: d_model}}[sizes]
-
-
-def experts_of(model):
-    return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
-
-
 @pytest.mark.parametrize("sizes", ["own", "2F = D", "F = D"])
 @pytest.mark.parametrize(
     ("model_type", "r"), [("qwen3_moe", 1), ("mixtral", 3), ("gpt_oss", 8), ("deepseek_v3", 3), ("olmoe", 8)]
@@ -57,13 +47,12 @@ def experts_of(model):
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_peft_is_golden(model_type, r, sizes, order):
     """Test both orders: `order` says whether the model was enabled or adapted first."""
-    changes = square(model_type, sizes)
+    name, d_model = D_FF[model_type]
+    changes = {"own": {}, "2F = D": {name: d_model // 2}, "F = D": {name: d_model}}[sizes]
     golden = adapt(build(model_type, dtype=torch.float64, **changes), lora(r))
-    tokens = draw_tokens(golden)
-    expected = step(golden, tokens)
     ours, _ = enabled_and_adapted(build(model_type, dtype=torch.float64, **changes), order, lora(r))
-    assert {name.rsplit(".", 3)[1] for name in expected[2]} == {"lora_A", "lora_B"}
-    assert_equal_steps(step(ours, tokens), expected)
+    _, _, gradients = compare_steps(ours, golden)
+    assert {name.rsplit(".", 3)[1] for name in gradients} == {"lora_A", "lora_B"}
 
 
 @pytest.mark.parametrize("model_type", ["llama4_text", "longcat_flash"])
@@ -98,7 +87,7 @@ def test_one_adapted_parameter(targets):
     compare_steps(ours, golden)
 
 
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # though they do
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # they do
 def test_ranks_and_scales_of_their_own():
     patterns = {"rank_pattern": {"experts.gate_up_proj": 5}, "alpha_pattern": {"experts.down_proj": 2}}
     golden, ours = float64_pair(config=lora(use_rslora=True, **patterns))
@@ -135,7 +124,7 @@ def num_large(model, tokens, smallest):
 def test_no_tensor_of_the_size_of_the_weights(model_type, order):
     model = build(model_type, **{D_FF[model_type][0]: 128})
     tokens = draw_tokens(model, batch=1, length=5)
-    smallest = experts_of(model)[0].down_proj.numel()
+    smallest = model.model.layers[0].mlp.experts.down_proj.numel()
     model.requires_grad_(False)
     model.enable_input_require_grads()
     enable_reference(model)
@@ -144,7 +133,7 @@ def test_no_tensor_of_the_size_of_the_weights(model_type, order):
         disable(model)
     model = adapt(model, lora())
     if order == "adapted":
-        assert num_large(model, tokens, smallest)  # PEFT
+        assert num_large(model, tokens, smallest)  # PEFT makes some
         enable_reference(model)
     assert num_large(model, tokens, smallest) == 0
 
@@ -163,14 +152,11 @@ def test_two_active_adapters_of_different_ranks():
     model = with_two_adapters("gpt_oss")
     ours = copy.deepcopy(model)
     enable_reference(ours)
-    tokens = draw_tokens(model)
-    expected = step(model, tokens)
-    assert len(expected[2]) == 2 * 2 * 4
-    assert_equal_steps(step(ours, tokens), expected)
+    assert len(compare_steps(ours, model)[2]) == 2 * 2 * 4
 
 
 class Pair:
-    """An adapted model for PEFT and the same for us; both take each change."""
+    """Holds an adapted model for PEFT and an equal model for us. Each change is made to both models."""
 
     def __init__(self, model_type):
         self.golden, self.ours = float64_pair(model_type)
@@ -178,7 +164,7 @@ class Pair:
         self.tokens = draw_tokens(self.golden)
 
     def apply(self, change):
-        """Return PEFT's output after a change of both models. Ours must be the same."""
+        """Change both models, and compare their results. Return PEFT's output."""
         self.golden, self.ours = (change(model) or model for model in (self.golden, self.ours))
         expected = self.golden(input_ids=self.tokens).logits
         if not expected.requires_grad:
@@ -202,9 +188,7 @@ def test_two_wrappers_of_one_parameter():
         outer.set_adapter("other")
         layer.mlp.experts = outer
     enable_reference(ours)
-    tokens = draw_tokens(golden)
-    expected = golden(input_ids=tokens).logits
-    torch.testing.assert_close(ours(input_ids=tokens).logits, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(logits_of(ours), logits_of(golden), rtol=0, atol=1e-10)
 
 
 def deactivate(model):
@@ -241,14 +225,12 @@ def test_adapters_added_and_switched_after_enable(model_type):
 
 def test_merge_and_unload():
     golden, ours = float64_pair("gpt_oss")
-    tokens = draw_tokens(golden)
     enable_reference(ours)
     merged = ours.merge_and_unload()
-    torch.testing.assert_close(merged(input_ids=tokens).logits, golden(input_ids=tokens).logits)
+    torch.testing.assert_close(logits_of(merged), logits_of(golden))
     assert not any(hasattr(module, "base_layer") for module in merged.modules())
     disable(merged)
-    expected = golden.merge_and_unload()(input_ids=tokens).logits
-    assert torch.equal(merged(input_ids=tokens).logits, expected)
+    assert torch.equal(logits_of(merged), logits_of(golden.merge_and_unload()))
 
 
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
@@ -280,7 +262,8 @@ def test_gradient_checkpointing(use_reentrant):
     golden, ours = float64_pair("gpt_oss")
     enable_reference(ours)
     calls = []
-    experts_of(ours)[0].register_forward_pre_hook(lambda *_: calls.append(None))
+    experts = ours.get_base_model().model.layers[0].mlp.experts.get_base_layer()
+    experts.register_forward_pre_hook(lambda *_: calls.append(None))
     for model in (golden, ours):
         model.train()
         model.base_model.model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
@@ -298,13 +281,12 @@ def test_inference_mode(chosen):
         enable_reference(ours)
     else:
         ours.base_model.model.set_experts_implementation("moe_layers")
-    tokens = draw_tokens(golden)
     with torch.inference_mode():
-        actual, expected = (model(input_ids=tokens).logits for model in (ours, golden))
+        actual, expected = logits_of(ours), logits_of(golden)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-10)
 
 
-def test_autocast(device):
+def test_autocast():
     golden, ours = float64_pair()
     tokens = draw_tokens(golden)
     golden, ours = golden.float(), ours.float()
@@ -376,5 +358,5 @@ def test_compiled_block(order, device):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_modules_of_torchscript_can_be_added():
-    """A look at their class's `forward` raises."""
+    """Reading the `forward` of the class of a TorchScript module raises an error."""
     torch.nn.Sequential(torch.jit.script(torch.nn.Sequential(torch.nn.Linear(2, 2))))

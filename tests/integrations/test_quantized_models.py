@@ -22,11 +22,11 @@ BLOCK = (2, 8)  # divides d_ff 18, so that gate and up are whole blocks
 FORMAT = WeightFormat("fp8", BLOCK)
 
 
-def fp8_experts(config, block=BLOCK, **options):
+def fp8_experts(config, block=BLOCK):
     """Return an experts module as transformers makes it."""
     registry = finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS
     made = use_experts_implementation(experts_class=finegrained_fp8.FP8Experts, experts_interface=registry)
-    return made(config, block_size=block, **options)
+    return made(config, block_size=block)
 
 
 def pair(form=FORMAT, dtypes=(torch.float8_e4m3fn, torch.float32), frozen=True, **sizes):
@@ -153,10 +153,9 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(change, message)
     assert all("forward" not in vars(experts) for _, experts in experts_of(stored))
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # peft, of its use of transformers
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT warns about its use of transformers
 @pytest.mark.parametrize("order", ["enabled", "adapted"])
 def test_adapters_of_peft_over_stored_weights(order):
-    """Equal to PEFT's own computation over the dequantised model. `order` says what was done to the model first."""
     peft_models = pytest.importorskip("tests.integrations.peft_models")
     peft_models.assert_adapted_as_by_peft(*pair(), order, num_adapted=4)
 
@@ -172,7 +171,7 @@ def test_an_enabled_model_is_not_quantised_by_us():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_adapters_that_a_wrapper_adds_are_refused():
-    """PEFT would add them to the numbers, without their scales, and round the sums to float8."""
+    """PEFT would add adapters to the stored numbers, without the scales, and round the sums to float8."""
     peft_models = pytest.importorskip("tests.integrations.peft_models")
     stored, _ = pair()
     adapted = peft_models.adapt(stored, peft_models.lora())

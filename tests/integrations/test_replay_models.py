@@ -14,7 +14,6 @@ from .test_models import INTERFACE, REPLACED
 from .test_statistics import MODELS, REFUSED, enabled, padded, router_outputs
 
 NAMES = ["model.layers.0.mlp", "model.layers.1.mlp"]
-checkpointed = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
 
 
 def captured(model, run):
@@ -25,7 +24,6 @@ def captured(model, run):
 
 
 def random_choices(model, num_tokens, seed=3):
-    """Return a record of random choices."""
     generator = torch.Generator().manual_seed(seed)
     own = captured(model, lambda: model(input_ids=draw_tokens(model)))
     num_experts = {name: observer.router.num_experts for name, observer in observe(model).items()}
@@ -38,15 +36,22 @@ def random_choices(model, num_tokens, seed=3):
 
 @pytest.mark.parametrize("model_type", default_tier([*INTERFACE, *REPLACED], MODELS))
 def test_replaying_its_own_choices_is_bitwise_the_same_step(model_type, device):
+    """Observing and capturing change nothing, either. Every choice of every block is counted."""
     skip_old(model_type)
     model = enabled(model_type, device).train()
     tokens = draw_tokens(model)
     expected = step(model, tokens)
     if model_type in REFUSED:
-        with pytest.raises(ValueError, match=r"moe_layers: the router of .* must return its choice, got"):
-            captured(model, lambda: model(input_ids=tokens))
+        for hook in (observe, lambda model: captured(model, lambda: model(input_ids=tokens))):
+            with pytest.raises(ValueError, match=r"moe_layers: the router of .* must return its choice, got"):
+                hook(model)
         return
+    observers = observe(model)
     record = captured(model, lambda: model(input_ids=tokens))
+    for name, observer in observers.items():
+        statistics = observer.read()
+        assert statistics.num_tokens == tokens.numel()
+        assert statistics.tokens_per_expert.sum() == record.choices[name][0].numel() > 0
     with record.replay(model):
         assert_same_bits(step(model, tokens), expected)
     other = random_choices(model, tokens.numel())
@@ -67,7 +72,7 @@ OTHERS = """
 @slow
 @pytest.mark.parametrize("model_type", OTHERS.split())
 def test_every_router_is_seen_and_replayed(model_type, device):
-    """Its statistics hold its own choice, its selection bias is found, and its own choice replays bit for bit."""
+    """The router's statistics hold its choice, its selection bias is found, and its choice replays bit for bit."""
     model = enabled(model_type, device).train()
     tokens = draw_tokens(model)
 
@@ -115,13 +120,13 @@ def test_replayed_experts_are_weighed_by_the_models_own_scores(model_type, devic
         block = model.get_submodule(name)
         router = getattr(block, "gate", None) or block.router
         expected = weights_by_hand(model_type, logits, chosen, router).to(weights.dtype)
-        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)  # their softmax is float32
+        torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-7)  # the models' softmax is float32
         dweights = torch.randn_like(weights)
         actual, wanted = (torch.autograd.grad(w, logits, dweights, retain_graph=True)[0] for w in (weights, expected))
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
-@checkpointed
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")  # the only API in 5.7
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_repeats_the_choices_of_its_forward(use_reentrant, device):
     """Two replayed forwards and one without are in flight, and backward runs outside of the contexts."""

@@ -16,6 +16,7 @@ from moe_layers import clip_grad_norm_, save_communication
 from moe_layers.integrations.transformers import enable, ignore_in_ddp, shard_experts
 
 from ..ops import CountedOps
+from ..parallel.expert_parallel_cases import summed
 from ..processes import make_test
 from ..tiers import slow
 from .models import since_5_23
@@ -44,12 +45,6 @@ def drawn(sizes, **options):
     return batches(sizes[: distributed.get_world_size()], **options)
 
 
-def summed(tensor):
-    tensor = tensor.clone()
-    distributed.all_reduce(tensor)
-    return tensor
-
-
 def assert_same_gradients(model, data, reference, *, average=False):
     """Compare loss, outputs and all gradients with those of a model with its own experts."""
     expected_loss, expected = gradients_of(reference, [batch for batch in data if len(batch[0])])
@@ -69,7 +64,7 @@ def assert_same_gradients(model, data, reference, *, average=False):
 
 
 def uneven_tokens_and_padding(kind):
-    """Both dispatchers and "auto", ranks of different lengths, padding, and a rank without labels."""
+    """Compare both dispatchers and "auto", with ranks of different lengths, padding, and a rank without labels."""
     for dispatcher in ("allgather", "alltoall", "auto"):
         for average, data in ((False, drawn(UNEVEN, pad=4)), (True, drawn(EVEN)), (False, drawn(NO_LABELS))):
             model = sharded(build(kind), dispatcher=dispatcher, average_gradients=average)
@@ -87,7 +82,7 @@ def frozen_parts(kind):
 
 
 def checkpointing(kind):
-    """Checkpointed layers, which send everything again, or with `save_communication` nothing."""
+    """Checkpointed layers send everything again, or nothing with `save_communication`."""
     counts = []
     for options in (None, {}, {"context_fn": save_communication}):
         model = sharded(build(kind), dispatcher="alltoall", average_gradients=False)
@@ -101,7 +96,7 @@ def checkpointing(kind):
 
 
 def lora(kind):
-    """Adapters of experts and attention, whole on every rank, added before and after sharding."""
+    """Add adapters of experts and attention, which are whole on every rank, before or after sharding."""
     for before, average in ((True, True), (False, True), (False, False)):
         model = sharded(adapted(build(kind), kind) if before else build(kind), average_gradients=average)
         model = model if before else adapted(model, kind)
@@ -134,7 +129,7 @@ def train(model, backward, clip):
 
 
 def trained(kind):
-    """Return parameters and norms of one process, of the mean over the ranks."""
+    """Return parameters and norms of one process, which trains on the mean over the ranks."""
     model = build(kind)
 
     def backward(data, is_last):
@@ -168,7 +163,7 @@ def by_accelerate(model, report, meshes):
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-    for module in report.experts.values():  # it leaves modules alone that are under FSDP2 already
+    for module in report.experts.values():  # accelerate leaves modules alone that are under FSDP2 already
         fully_shard(module, mesh=meshes[0]["efsdp"])
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -232,7 +227,7 @@ def other_wrappings(kind):
 
 
 def checkpointed_and_compiled_steps(kind):
-    """Checkpointed layers that send again or not, and compiled ones, with accumulation and clipping."""
+    """Train checkpointed layers that send again or not, and compiled layers, with accumulation and clipping."""
     settings = {"wrappings": ("fsdp",), "dispatcher": "alltoall"}
     three_steps(kind, checkpointing={}, **settings)
     three_steps(kind, checkpointing={"context_fn": save_communication}, **settings)
@@ -265,7 +260,7 @@ FAMILY = (uneven_tokens_and_padding, frozen_parts, checkpointing, lora, three_st
 MORE = {
     "qwen3_moe": (other_wrappings, outputs_changed_in_place, copies),
     "gpt_oss": (other_wrappings, checkpointed_and_compiled_steps),
-    # Its shared experts run after the routed ones, so FSDP2 labels more work in a recomputation than in forward.
+    # The shared experts run after the routed ones, so FSDP2 labels more work in a recomputation than in forward.
     "deepseek_v3": (checkpointed_and_compiled_steps,),
 }
 

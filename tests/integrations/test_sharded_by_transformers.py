@@ -12,7 +12,7 @@ from moe_layers.integrations.transformers import enable
 
 from ..processes import make_test, shared_folder
 from ..tiers import slow
-from .models import QUIET, config_of, initialise, model_class_of
+from .models import config_of, initialise, make_trainer, model_class_of
 from .sharded_models import (
     Case,
     adapted,
@@ -27,7 +27,6 @@ from .sharded_models import (
     whole,
 )
 
-NAME = "moe_layers"
 distributed_transformers = pytest.importorskip("transformers.distributed.expert_parallel")
 pytestmark = [
     slow,  # each process imports transformers
@@ -36,12 +35,12 @@ pytestmark = [
         reason="this version of transformers takes no other implementation of its expert parallelism",
     ),
 ]
-KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # of the six, those with a plan of transformers
+KINDS = ("qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3")  # for which transformers has a plan
 
 
 def load(folder, model_class=transformers.AutoModelForCausalLM, **sizes):
     size = distributed.get_world_size()
-    sizes = {"fsdp_size": size, "ep_size": size, "ep_implementation": NAME, **sizes}
+    sizes = {"fsdp_size": size, "ep_size": size, "ep_implementation": "moe_layers", **sizes}
     config = transformers.distributed.DistributedConfig(**sizes)
     return model_class.from_pretrained(
         folder, dtype="auto", distributed_config=config, experts_implementation="eager", attn_implementation="eager"
@@ -51,7 +50,7 @@ def load(folder, model_class=transformers.AutoModelForCausalLM, **sizes):
 def assert_same_gradients(model, kind, data):
     _, expected = gradients_of(build(kind), data, scale=1 / len(data))
     _, gradients = gradients_of(model, [own(data)])
-    assert any("_moe_layers_experts" in vars(module) for module in model.modules())  # computed here
+    assert any("_moe_layers_experts" in vars(module) for module in model.modules())  # this package computes the experts
     assert gradients.keys() == expected.keys()
     for name, gradient in gradients.items():
         assert_close(whole(gradient), expected[name], name)
@@ -63,7 +62,7 @@ def assert_same_parameters(model, expected):
 
 
 def lora():
-    """Adapters of experts and attention, with and without `enable`. The Trainer averages their gradients."""
+    """Add adapters of experts and attention, with and without `enable`. As in the Trainer, average their gradients."""
     data, folder = batches((3, 1)), saved(build("qwen3_moe"))
     _, expected = gradients_of(adapted(build("qwen3_moe")), data, scale=1 / 2)
     for is_enabled in (False, True):
@@ -104,28 +103,16 @@ def saved_again():
 def train(model):
     """Return the Trainer's losses and norms of three steps, with accumulation and clipping."""
     rows = torch.randint(0, 64, (12, 12), generator=torch.Generator().manual_seed(3))
-    arguments = transformers.TrainingArguments(
-        tempfile.mkdtemp(),
-        max_steps=3,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=2,
-        max_grad_norm=1.0,
-        optim="sgd",
-        learning_rate=0.05,
-        lr_scheduler_type="constant",
-        logging_steps=1,
-        save_strategy="no",
-        seed=7,
-        **QUIET,
-    )
-    trainer = transformers.Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])
+    settings = {"max_steps": 3, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "seed": 7}
+    settings |= {"logging_steps": 1, "save_strategy": "no", "optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1.0}
+    trainer = make_trainer(model, tempfile.mkdtemp(), rows, **settings)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "grad_norm" in log]
     return torch.tensor([[log["loss"], log["grad_norm"]] for log in logs])
 
 
 def trainer():
-    """The Trainer on sharded experts against the Trainer on whole ones, by DDP."""
+    """Compare the Trainer on sharded experts with the Trainer on whole experts, which uses DDP."""
     expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))
     logs = train(expected)
     assert len(logs) == 3
@@ -135,7 +122,7 @@ def trainer():
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs TRL")
 def trl():
-    """TRL's SFTTrainer, with padding, against whole experts by DDP."""
+    """Compare TRL's SFTTrainer, with padding, on sharded experts and on whole experts, for which it uses DDP."""
     from .test_trl import train as train_by_trl
 
     expected, model = build("qwen3_moe"), load(saved(build("qwen3_moe")))
@@ -151,7 +138,7 @@ def tensor_parallelism_is_refused():
 
 
 def llama4_is_refused():
-    """transformers has no plan for it, and with a plan of the user its blocks would pass their experts no choice."""
+    """transformers has no plan for Llama 4. With a user's plan, its blocks would pass the experts no choice."""
     folder, experts = saved(build("llama4_text")), "model.layers.*.feed_forward.experts"
     with pytest.raises(ValueError, match="`Llama4ForCausalLM` has no `ep_plan`"):
         load(folder)
@@ -161,12 +148,12 @@ def llama4_is_refused():
 
 
 def experts_without_the_interface():
-    """transformers plans those of Step 3.7, whose class has no experts interface."""
+    """transformers has a plan for the experts of Step 3.7, whose class has no experts interface."""
     folder, config = shared_folder(), config_of("step3p7_text")
     config.n_routed_experts = 16
     torch.manual_seed(0)
     model, drawn = (model_class_of("step3p7_text")._from_config(config).to(here()).double().eval() for _ in range(2))
-    model.load_state_dict(initialise(drawn).state_dict())  # without its limits
+    model.load_state_dict(initialise(drawn).state_dict())  # but not the limits that `initialise` sets
     if distributed.get_rank() == 0:
         model.save_pretrained(folder)
     distributed.barrier()

@@ -1,4 +1,4 @@
-"""Models whose experts the ranks share: what each rank reads, what the first one writes, and resumed training."""
+"""Models whose experts the ranks share: what each rank reads, what the first rank writes, and resumed training."""
 
 import threading
 import time
@@ -110,10 +110,10 @@ def measured():
 
 @on_cpu("the peak is that of the host's memory")
 def bytes_and_peak(device):
-    """Each rank reads its share of the experts and all other tensors. It holds at most 1.1 times these and a file."""
+    """A rank reads its experts and all other tensors. It holds at most 1.1 times these bytes and the largest file."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_hidden_layers": 3}
     model = build("qwen3_moe", torch.float32, **sizes)
-    # More than the copies with which transformers stacks a layer's experts.
+    # A file is larger than the copies with which transformers stacks a layer's experts.
     folder = saved(model, max_shard_size="70MB")
     expected = model.state_dict()
     experts = sum(tensor.nbytes for name, tensor in expected.items() if ".experts." in name)
@@ -130,10 +130,10 @@ def bytes_and_peak(device):
 
 
 def files_are_those_of_one_process(device):
-    """Bit by bit, in one file and in several, with tied embeddings, and over the files of an earlier model."""
+    """Files are equal bit by bit: one or several, with tied embeddings, and over the files of an earlier model."""
     for kind in KINDS:
         for size in ("50GB", "20KB"):
-            model = build(kind, torch.float32, tie_word_embeddings=kind == "mixtral")  # which loses its head
+            model = build(kind, torch.float32, tie_word_embeddings=kind == "mixtral")  # mixtral then saves no head
             # transformers sorts the tensors of a model that it loaded.
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 saved(model), dtype="auto", attn_implementation="eager"
@@ -178,7 +178,7 @@ class Interrupting:
 
 @on_cpu("the ranks tell errors without collectives")
 def errors_of_one_rank(device):
-    """All ranks learn of them at once, and later calls of all ranks work."""
+    """All ranks learn of an error at once, and later calls of all ranks work."""
     rank, start = distributed.get_rank(), time.monotonic()
     folder, model = saved(build("qwen3_moe", torch.float32)), sharded(build("qwen3_moe", torch.float32))
     with pytest.raises(OSError if rank else ValueError, match=r"Repo id" if rank else r"rank 1: OSError: Repo"):
@@ -207,7 +207,7 @@ def folders_that_cannot_be_written(device):
 
 
 def checkpoints_without_experts(device):
-    """An error on every rank that names the rank and the experts."""
+    """Every rank gets an error that names a rank and the experts."""
     model = build("gpt_oss", torch.float32)
     del model.model.layers[1].mlp.experts.down_proj_bias
     missing = r"rank \d: the checkpoint must hold .* model.layers.1.mlp.experts.down_proj_bias"
@@ -221,7 +221,7 @@ def checkpoints_without_experts(device):
 
 
 def prepared(ranks):
-    """Return a model, and its optimizer, over a mesh of these ranks [efsdp, ep]; whole on each rank without one."""
+    """Return (model, optimizer) over a mesh of these ranks [efsdp, ep], or None outside. None makes a whole model."""
     model = build("gpt_oss", torch.float32)
     if ranks is not None:
         kind = here().type
@@ -282,7 +282,6 @@ def resumed_on_one_rank(device):
 
 
 def resumed_on_other_numbers_of_ranks(device):
-    """From two ranks to four, and back."""
     two, four = torch.tensor([[0, 1]]), torch.tensor([[0, 1], [2, 3]])
     resume(two, four)
     resume(four.view(1, 4), two)

@@ -55,7 +55,7 @@ def assert_same_steps(model, reference, sizes=(2, 1), tolerance=2e-5):
 
 
 def fp8_experts(device):
-    """transformers' FP8 experts, whose stored bytes and scales are sharded together."""
+    """Shard transformers' FP8 experts, whose stored bytes and scales are split alike."""
     from .test_quantized_models import pair
 
     stored, reference = (pair()[0].to(here()).train() for _ in range(2))
@@ -65,7 +65,7 @@ def fp8_experts(device):
 
 
 def mxfp4_and_adapters(device):
-    """gpt-oss in its published blocks, with adapters over them, saved again."""
+    """Shard gpt-oss in its published blocks, save the model again, and add adapters over the blocks."""
     from .peft_models import adapt, lora
     from .test_mxfp4 import load_stored
 
@@ -99,7 +99,7 @@ def fp8_precision(device):
 
 
 def kernels(device):
-    """All dispatchers with kernels, here in the interpreter."""
+    """Compare all dispatchers with kernels, on a CPU in the interpreter."""
     for dispatcher in ("alltoall", "allgather", "overlapped"):
         model, reference = (build("gpt_oss", torch.float32, num_hidden_layers=1) for _ in range(2))
         enabled(model, implementation="triton")

@@ -1,4 +1,4 @@
-"""torchtitan's debug models with these overrides train as with its own experts, in float32.
+"""torchtitan's debug models train with these overrides as with torchtitan's own experts, in float32.
 
 Optimizer (AdamW), schedule of learning rates, clipping and load balancing are those of torchtitan's debug runs. Its own
 experts always compute in bfloat16, and its attention needs a GPU. The tests make `Tensor.bfloat16` the identity for its
@@ -77,7 +77,7 @@ def make_model(name, target=None, shard=lambda config: None, device="cpu"):
 def train(model):
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw, register_moe_load_balancing_hook
 
-    # As `config_registry.py` of both models, which imports more packages than there are.
+    # The settings are those of `config_registry.py` of both models, which imports packages that may be missing.
     optimizers = default_adamw(lr=8e-4).build(model_parts=[model])
     schedule = LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.8, decay_type="linear", min_lr_factor=0.0)
     schedulers = schedule.build(optimizers=optimizers, training_steps=10)
@@ -185,7 +185,7 @@ def make_parallel(target, device, dims, parallelism):
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     return model
 
 
@@ -274,7 +274,7 @@ def test_the_command_of_the_guide():
 
 @pytest.mark.parametrize("target", ["moe", "grouped_experts"])
 def test_other_experts_are_refused(target):
-    """Also where other layers hold the usual experts."""
+    """Such experts are refused although other layers hold the usual experts."""
     from torchtitan.config.override import derive
     from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
@@ -287,7 +287,7 @@ def test_other_experts_are_refused(target):
 
 @pytest.mark.parametrize("first", ["moe", "grouped_experts"])
 def test_another_override_of_the_experts_is_refused(first):
-    """By torchtitan, which names both."""
+    """torchtitan refuses the second override, and names both."""
     with pytest.raises(ValueError, match=rf"(?s)integrations.torchtitan.{first}.*fused_swiglu|fused_swiglu.*{first}"):
         override(make_config("qwen3"), f"{TARGET}.{first}", "torchtitan.overrides.fused_swiglu.fused_grouped_experts")
 

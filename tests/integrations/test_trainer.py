@@ -12,7 +12,7 @@ from moe_layers.checkpoint.model.repair import repair
 from moe_layers.integrations.transformers import enable as enable_with
 
 from ..checkpoint.golden import FASTEST
-from .models import QUIET, assert_same_bits, build
+from .models import assert_same_bits, build, make_trainer
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers and accelerate warn about their own deprecations
@@ -20,22 +20,11 @@ enable = partial(enable_with, implementation=FASTEST)
 loses_experts = pytest.mark.skipif(
     Version(transformers.__version__) != Version("5.23"), reason="the fault was seen in transformers 5.23"
 )
-ROWS = [{"input_ids": row, "labels": row} for row in torch.arange(256).view(32, 8) % 31]
 
 
 def trainer_of(model, directory, **options):
-    arguments = transformers.TrainingArguments(
-        str(directory),
-        per_device_train_batch_size=2,
-        logging_strategy="no",
-        lr_scheduler_type="constant",
-        max_steps=4,
-        save_steps=2,
-        learning_rate=1e-2,
-        **QUIET,
-        **options,
-    )
-    return transformers.Trainer(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4])
+    options = {"logging_strategy": "no", "max_steps": 4, "save_steps": 2, "learning_rate": 1e-2, **options}
+    return make_trainer(model, directory, torch.arange(256).view(32, 8) % 31, **options)
 
 
 def other(device):
@@ -52,7 +41,7 @@ def experts_of(state):
 
 
 def test_training_is_that_of_the_models_own_experts(tmp_path, device):
-    """Two micro-batches per step, and the router's auxiliary loss."""
+    """Each step has two micro-batches, and the loss contains the router's auxiliary loss."""
     states = []
     for own in (True, False):
         model = build("qwen3_moe", device, output_router_logits=True)
@@ -78,7 +67,7 @@ def test_a_repaired_checkpoint_resumes_as_if_never_stopped(tmp_path, device):
 
 
 class Captured(transformers.TrainerCallback):
-    """The model's state where training starts."""
+    """Keeps the model's state at the start of training."""
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -103,7 +92,7 @@ def test_resuming_without_repair_starts_from_other_experts(enabled, tmp_path):
 
 @loses_experts
 def test_the_best_model_at_the_end_has_the_last_experts(tmp_path):
-    """The worst loss counts as the best here, so that the first checkpoint is loaded. It is complete on disk."""
+    """The worst loss counts as the best, so that the first checkpoint is loaded. The checkpoint is complete on disk."""
     model = build("qwen3_moe", "cpu")
     enable(model)
     best = {"metric_for_best_model": "loss", "greater_is_better": True, "load_best_model_at_end": True}

@@ -8,7 +8,7 @@ from moe_layers import BalanceLosses
 from moe_layers.integrations.transformers import RoutingCallback, balance_routing
 from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
-from .models import QUIET
+from .models import make_trainer
 from .test_statistics import enabled
 
 pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -16,24 +16,12 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 STEPS, BATCH, LENGTH = 4, 2, 6
 
 
-def make_trainer(model_type, tmp_path, batch=BATCH, **settings):
+def trainer_of(model_type, directory, **settings):
     model = enabled(model_type, "cpu").train()
-    settings = {"max_steps": STEPS, "logging_steps": 2, "learning_rate": 1e-3, **settings}
-    arguments = transformers.TrainingArguments(
-        output_dir=str(tmp_path),
-        seed=3,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=BATCH,
-        save_strategy="no",
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        **QUIET,
-        **settings,
-    )
     rows = torch.randint(1, model.config.vocab_size, (64, LENGTH), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    return transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    usual = {"max_steps": STEPS, "per_device_train_batch_size": BATCH, "per_device_eval_batch_size": BATCH, "seed": 3}
+    usual |= {"logging_steps": 2, "save_strategy": "no", "optim": "sgd", "learning_rate": 1e-3, "max_grad_norm": 0.0}
+    return make_trainer(model, directory, rows, **{**usual, **settings})
 
 
 def train(trainer, *callbacks):
@@ -44,7 +32,7 @@ def train(trainer, *callbacks):
 
 def test_logs_statistics_of_the_steps_since_the_last_log(tmp_path):
     """Only training forwards count, with gradient accumulation and with evaluations in between."""
-    trainer = make_trainer("qwen3_moe", tmp_path, gradient_accumulation_steps=3, eval_strategy="steps", eval_steps=1)
+    trainer = trainer_of("qwen3_moe", tmp_path, gradient_accumulation_steps=3, eval_strategy="steps", eval_steps=1)
     callback = RoutingCallback(trainer, plot=tmp_path / "plots" / "load.png")
     train(trainer, callback)
     logged = [entry for entry in trainer.state.log_history if "routing/entropy" in entry]
@@ -85,7 +73,7 @@ class Reporter(transformers.TrainerCallback):
 )
 def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
     """Logs that the callback cannot foresee hold the statistics, too, and so do the logs seen by other callbacks."""
-    trainer = make_trainer("qwen3_moe", tmp_path, **settings)
+    trainer = trainer_of("qwen3_moe", tmp_path, **settings)
     trainer.train_dataset = trainer.train_dataset[: STEPS * BATCH]  # one epoch
     before, after = Reporter(), Reporter()
     callback = RoutingCallback(trainer, per_layer=False)
@@ -103,7 +91,7 @@ def test_each_log_of_the_loss_holds_the_statistics(settings, steps, tmp_path):
 
 def test_logs_of_others_stay_as_they_are(tmp_path):
     """`log` of a Trainer's class, as those of trl have, runs once per log. Only the Trainer's loss gets statistics."""
-    trainer, own = make_trainer("qwen3_moe", tmp_path), []
+    trainer, own = trainer_of("qwen3_moe", tmp_path), []
 
     class Own(type(trainer)):
         def log(self, logs, start_time=None):
@@ -122,7 +110,7 @@ def test_logs_of_others_stay_as_they_are(tmp_path):
 
 
 def test_statistics_of_every_second_step(tmp_path):
-    trainer = make_trainer("qwen3_moe", tmp_path)
+    trainer = trainer_of("qwen3_moe", tmp_path)
     trainer.args.logging_steps = trainer.state.logging_steps = 1
     callback = RoutingCallback(trainer, every=2)
     train(trainer, callback)
@@ -134,7 +122,7 @@ def test_statistics_of_every_second_step(tmp_path):
 
 
 def test_updates_the_selection_bias_after_each_optimizer_step(tmp_path):
-    trainer = make_trainer("deepseek_v3", tmp_path, gradient_accumulation_steps=2)
+    trainer = trainer_of("deepseek_v3", tmp_path, gradient_accumulation_steps=2)
     (router,) = hooked_routers(trainer.model).values()
     before, rate = router.selection_bias.clone(), 0.5
     train(trainer, RoutingCallback(trainer, bias_rate=rate))
@@ -145,8 +133,8 @@ def test_updates_the_selection_bias_after_each_optimizer_step(tmp_path):
 
 
 def router_after_one_step(tmp_path, batch, accumulated, callback):
-    settings = {"gradient_accumulation_steps": accumulated, "max_steps": 1, "learning_rate": 1.0}
-    trainer = make_trainer("qwen3_moe", tmp_path, **settings, batch=batch)
+    settings = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
+    trainer = trainer_of("qwen3_moe", tmp_path, **settings, max_steps=1, learning_rate=1.0)
     balance_routing(trainer.model, BalanceLosses(z=0.3))
     train(trainer, *([RoutingCallback(trainer)] if callback else []))
     return trainer.model.model.layers[1].mlp.gate.weight.detach().clone()
@@ -162,7 +150,7 @@ def test_accumulated_steps_average_the_losses(tmp_path):
 
 
 def test_a_model_without_experts_is_refused(tmp_path):
-    trainer = make_trainer("qwen3_moe", tmp_path)
+    trainer = trainer_of("qwen3_moe", tmp_path)
     trainer.model = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="RoutingCallback: the model must have MoE blocks, got Linear"):
         RoutingCallback(trainer)
@@ -173,7 +161,7 @@ def test_losses_are_scaled_as_the_main_loss(num_tokens, tmp_path):
     """A GradScaler multiplies the main loss, and the optimizer divides all gradients."""
     states = []
     for scale in (None, 1024.0):
-        trainer = make_trainer("qwen3_moe", tmp_path, gradient_accumulation_steps=2, learning_rate=0.1)
+        trainer = trainer_of("qwen3_moe", tmp_path, gradient_accumulation_steps=2, learning_rate=0.1)
         if scale is not None:
             trainer.accelerator.scaler = torch.amp.GradScaler(trainer.args.device.type, init_scale=scale)
         balance_routing(trainer.model, BalanceLosses(switch=10.0), num_tokens=num_tokens)

@@ -21,7 +21,7 @@ from .test_every_model import COMPUTED
 _NAMED = os.environ.get("TRANSFORMERS_TESTS")
 TESTS = Path(_NAMED).resolve() if _NAMED else None
 
-# With ours, every choice of the experts' implementation is ours, and so are the blocks that `enable` would replace.
+# If `ours`, this package computes the experts by every implementation, and in blocks that `enable` would replace.
 RUN = """
 import importlib, sys
 import pytest
@@ -62,7 +62,7 @@ print(calls)
 class Run(NamedTuple):
     failed: set[str]
     passed: set[str]
-    calls: int  # of our experts
+    calls: int  # number of calls of our experts
 
 
 def run_folder(tests: Path, folder: str, reports: Path, *, ours: bool) -> Run:
@@ -131,7 +131,7 @@ SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key
 @slow  # four processes that import transformers
 @pytest.mark.parametrize(("folder", "name"), [("qwen3_moe", "Qwen3Moe"), ("jetmoe", "JetMoe")])
 def test_a_miniature_of_their_folder(folder, name, tmp_path):
-    """By the experts interface, and by a replaced forward."""
+    """Qwen3-MoE has the experts interface, and JetMoE a replaced forward."""
     tests = tmp_path / "tests"
     (tests / "models" / folder).mkdir(parents=True)
     for package in (tests, tests / "models", tests / "models" / folder):

@@ -44,7 +44,7 @@ def train(model, directory, *, peft_config=None, **options):
 
 
 def test_sft_is_that_of_the_models_own_experts(tmp_path, device):
-    """With padding, the router's auxiliary loss and gradient checkpointing, which are TRL's defaults."""
+    """Training has padding, the router's auxiliary loss and gradient checkpointing, which are TRL's defaults."""
     start, states = build("qwen3_moe", device).state_dict(), []
     for own in (True, False):
         model = build("qwen3_moe", device)

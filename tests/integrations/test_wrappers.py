@@ -12,7 +12,7 @@ from moe_layers import observe
 from moe_layers.integrations.transformers import disable, enable
 
 from ..tiers import default_tier
-from .models import assert_same_step, build, check_change, draw_tokens, skip_old, step
+from .models import assert_same_step, build, check_change, draw_tokens, logits_of, skip_old, step
 from .test_models import INTERFACE, REPLACED
 
 RANK = 3
@@ -28,21 +28,18 @@ class Added(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Experts with `b @ a` added to a parameter while their forward runs, like peft's `ParamWrapper`."""
+    """Experts with `b @ a` added to a parameter while their forward runs, like PEFT's `ParamWrapper`."""
 
     def __init__(self, base_layer, name):
         super().__init__()
         self.base_layer, self.name = base_layer, name
-        num_experts, rows, columns = self.parameter_of().shape
-        like = {"device": self.parameter_of().device, "dtype": self.parameter_of().dtype}
-        self.a = nn.Parameter(torch.randn(num_experts, RANK, columns).to(**like) * columns**-0.5)
-        self.b = nn.Parameter(torch.randn(num_experts, rows, RANK).to(**like) * 0.3)
+        parameter = getattr(self.experts(), name)
+        num_experts, rows, columns = parameter.shape
+        self.a = nn.Parameter(torch.randn(num_experts, RANK, columns).to(parameter) * columns**-0.5)
+        self.b = nn.Parameter(torch.randn(num_experts, rows, RANK).to(parameter) * 0.3)
 
     def experts(self):
         return self.base_layer.experts() if isinstance(self.base_layer, LowRank) else self.base_layer
-
-    def parameter_of(self):
-        return getattr(self.experts(), self.name)
 
     def forward(self, *args):
         experts = self.experts()
@@ -52,7 +49,7 @@ class LowRank(nn.Module):
                 return self.base_layer(*args)
         finally:
             parametrize.remove_parametrizations(experts, self.name, leave_parametrized=False)
-            self.parameter_of().requires_grad_(False)
+            getattr(experts, self.name).requires_grad_(False)
 
 
 def adapt(model):
@@ -77,12 +74,8 @@ def test_low_rank_changes_of_the_experts(model_type, order, device):
     adapt(own)
     tokens = draw_tokens(own)
     baseline, exact = step(own, tokens), step(copy.deepcopy(own).double(), tokens)
-    if order == "enabled":
-        enable(ours)
-        adapt(ours)
-    else:
-        adapt(ours)
-        enable(ours)
+    for change in (enable, adapt) if order == "enabled" else (adapt, enable):
+        change(ours)
     actual = step(ours, tokens)
     assert set(actual[2]) == {name for name, _ in own.named_parameters() if name.endswith((".a", ".b"))}
     assert_same_step(actual, baseline, exact)
@@ -153,12 +146,11 @@ def with_replaced_forward(model_type, device):
 def test_disable_keeps_hooks_around_a_replaced_forward(model_type, device):
     """accelerate keeps the forward that it wraps, and puts it back later."""
     model, part, replaced = with_replaced_forward(model_type, device)
-    tokens, own = draw_tokens(model), build(model_type, device)
-    wanted, ours = own(input_ids=tokens)[0], model(input_ids=tokens)[0]
+    wanted, ours = logits_of(build(model_type, device)), logits_of(model)
     calls, remove = hook_by_accelerate(replaced)
 
     def check(expected, num_calls):
-        assert torch.equal(model(input_ids=tokens)[0], expected) and len(calls) == num_calls * len(replaced)
+        assert torch.equal(logits_of(model), expected) and len(calls) == num_calls * len(replaced)
 
     check(ours, 1)
     enable(part, implementation="reference")
@@ -179,24 +171,22 @@ def test_disable_keeps_hooks_around_a_replaced_forward(model_type, device):
 def test_a_replaced_forward_may_be_bound_to_its_module(device):
     """accelerate's mixed precision binds the function of a method to the module."""
     model, _, replaced = with_replaced_forward("llama4_text", device)
-    tokens = draw_tokens(model)
-    ours = model(input_ids=tokens)[0]
+    ours = logits_of(model)
     for module in replaced:
         module.forward = MethodType(module.forward.__func__, module)
-    assert torch.equal(model(input_ids=tokens)[0], ours)
+    assert torch.equal(logits_of(model), ours)
 
 
 def test_a_copy_keeps_its_hooks(device):
     model, _, replaced = with_replaced_forward("llama4_text", device)
     calls, _ = hook_by_accelerate(replaced)
     twin = copy.deepcopy(model)
-    tokens, wanted = draw_tokens(model), build("llama4_text", device)(input_ids=draw_tokens(model))[0]
-    ours = model(input_ids=tokens)[0]
+    wanted, ours = logits_of(build("llama4_text", device)), logits_of(model)
     disable(model)
-    assert torch.equal(model(input_ids=tokens)[0], wanted)
-    assert torch.equal(twin(input_ids=tokens)[0], ours)
+    assert torch.equal(logits_of(model), wanted)
+    assert torch.equal(logits_of(twin), ours)
     disable(twin)
-    assert torch.equal(twin(input_ids=tokens)[0], wanted) and len(calls) == 4 * len(replaced)
+    assert torch.equal(logits_of(twin), wanted) and len(calls) == 4 * len(replaced)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "llama4_text"])
@@ -221,14 +211,13 @@ def test_disable_keeps_an_implementation_that_was_chosen_later(device):
 
 def test_disable_keeps_hooks_around_a_router(device):
     model = build("qwen3_moe", device)
-    tokens = draw_tokens(model)
     enable(model, implementation="reference")
     observers = observe(model)
     routers = [module.gate for module in model.modules() if hasattr(module, "gate")]
     calls, remove = hook_by_accelerate(routers)
 
     def check(observers, num_calls):
-        model(input_ids=tokens)
+        logits_of(model)
         assert [observer.read().num_calls for observer in observers.values()] == [1, 1] and len(calls) == num_calls
 
     check(observers, 2)
@@ -238,5 +227,5 @@ def test_disable_keeps_hooks_around_a_router(device):
     remove()
     enable(model)
     disable(model)
-    model(input_ids=tokens)
+    logits_of(model)
     assert len(calls) == 6

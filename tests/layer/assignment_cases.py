@@ -78,7 +78,7 @@ def dense(layer, x, routing):
 def check_equals_dense(device, **options):
     """Compare output and all gradients of the layer with the dense formula in float64. Return the exact routing.
 
-    Float64 agrees to its precision; float32 to the precision that rounded logits allow.
+    Float64 must agree to its own precision, float32 to the precision that rounded logits allow.
     """
 
     def run(dtype, implementation, by_formula=False):

@@ -26,29 +26,19 @@ def make_layer(device, implementation, **options):
     return moe_layer(16, 8, 6, 2, device=device, **options)
 
 
-def choices_of(layer):
-    """Return a list that will receive the router's choices from now on."""
-    chosen = []
-    layer.router.register_forward_hook(lambda router, inputs, routed: chosen.append(routed.topk_experts.clone()))
-    return chosen
-
-
-def disturb(layer):
-    """Change the logits like another kernel's rounding would, but much more."""
-    layer.router.weight.data.add_(torch.randn_like(layer.router.weight))
-
-
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 @pytest.mark.parametrize("name", default_tier(ROUTERS, ["deepseek_v3"]))
 def test_recomputation_reuses_the_choice(name, implementation, device):
     """With two micro-batches in flight, the logits change strongly between forward and backward."""
     layer = make_layer(device, implementation, router=ROUTERS[name])
     batches = [make_x(device, seed=seed).requires_grad_() for seed in range(2)]
-    chosen = choices_of(layer)
+    chosen = []
+    layer.router.register_forward_hook(lambda router, inputs, routed: chosen.append(routed.topk_experts.clone()))
     outputs = [saving(lambda x: layer(x).sin(), x) for x in batches]
     first, second = chosen
     assert not torch.equal(first, second)
-    disturb(layer)
+    # Change the logits much more than the rounding of another kernel does.
+    layer.router.weight.data.add_(torch.randn_like(layer.router.weight))
     for output in outputs:
         output.sum().backward()
     assert torch.equal(chosen[2], first) and torch.equal(chosen[3], second)
@@ -91,7 +81,6 @@ def test_counts_of_a_global_batch_are_those_of_the_forward(device):
     assert torch.equal(run(saving), run(lambda region, x: region(x)))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 def test_compiled_region(device):
     layer = make_layer(device, "triton", router=RouterSpec.ernie())
     x = make_x(device)
@@ -106,5 +95,4 @@ def test_compiled_region(device):
     layer.router.expert_counts.zero_()
     torch.compile(region, backend="aot_eager")(x).sum().backward()
     assert torch.equal(layer.router.expert_counts, counts)
-    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close([parameter.grad for parameter in layer.parameters()], expected)

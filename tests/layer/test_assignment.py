@@ -84,7 +84,7 @@ def test_forced_balance_has_the_weights_of_the_router(device):
 
 
 def test_pairs_worked_by_hand(device):
-    # Token 2 appears three times, once more than allowed; token 3, expert -1 and token -1 do not exist.
+    # Token 2 appears four times, twice more than allowed. Token 3, expert -1 and token -1 do not exist.
     tokens = torch.tensor([2, 0, 2, 3, 1, 2, -1, 2], device=device)
     experts = torch.tensor([1, 0, 1, 0, -1, 4, 0, 3], device=device, dtype=torch.int32)
     weights = torch.arange(1.0, 9.0, device=device, requires_grad=True)

@@ -51,16 +51,6 @@ def gradients(layer, *calls, scale=1.0):
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def every_loss(routing):
-    return (
-        0.5 * load_balancing_loss(routing)
-        + 0.25 * sequence_load_balancing_loss(routing)
-        + 0.75 * global_load_balancing_loss(routing, global_expert_counts(routing))
-        + 0.3 * importance_loss(routing)
-        + 0.125 * router_z_loss(routing)
-    )
-
-
 @pytest.mark.parametrize(
     ("scale", "implementation"), [(None, "reference"), (0.25, "triton"), (0.25, "reference"), (65536.0, "reference")]
 )
@@ -71,20 +61,14 @@ def test_coefficients_add_the_gradient_of_the_losses(scale, implementation, devi
     if scale is not None:
         set_aux_loss_scale(layer, torch.tensor(scale, device=device))
     y, routing = plain(x, return_routing=True)
-    (y.sum() + (1.0 if scale is None else scale) * every_loss(routing)).backward()
+    loss = 0.5 * load_balancing_loss(routing) + 0.25 * sequence_load_balancing_loss(routing)
+    loss = loss + 0.75 * global_load_balancing_loss(routing, global_expert_counts(routing))
+    loss = loss + 0.3 * importance_loss(routing) + 0.125 * router_z_loss(routing)
+    (y.sum() + (1.0 if scale is None else scale) * loss).backward()
     assert torch.equal(layer(x), y)
     actual = gradients(layer, (x, {}))
     torch.testing.assert_close(actual, [parameter.grad for parameter in plain.parameters()])
     assert (actual[0] - gradients(make_layer(device), (x, {}))[0]).abs().max() > 1e-4
-
-
-def test_losses_see_the_scores_of_their_choice(device):
-    x = make_x(device)
-    layer = make_layer(device, balance_losses=BalanceLosses(sequence=0.5, score="sigmoid"))
-    plain = make_layer(device)
-    y, routing = plain(x, return_routing=True)
-    (y.sum() + 0.5 * sequence_load_balancing_loss(routing, score="sigmoid")).backward()
-    torch.testing.assert_close(gradients(layer, (x, {})), [parameter.grad for parameter in plain.parameters()])
 
 
 def test_scale_can_be_changed_in_place(device):
@@ -128,7 +112,7 @@ def test_float16_autocast_without_a_scale_warns_once(device, monkeypatch):
 
 
 def test_no_warning_where_nothing_is_scaled(device, monkeypatch):
-    """A warning would be an error."""
+    """Any warning would fail this test."""
     monkeypatch.setattr(losses, "_warn_once", cache(losses._warn_once.__wrapped__))
     x, layer = make_x(device), make_layer(device, balance_losses=BalanceLosses(z=0.1))
     float16_step(copy.deepcopy(layer).eval(), x)
@@ -214,7 +198,7 @@ def test_float16_with_loss_scaling_over_micro_batches(device):
 
 
 def test_accumulated_micro_batches_give_the_gradient_of_the_whole(device):
-    """A scale of 1 / number of calls equals passing `num_tokens` of all calls."""
+    """Scaling by 1 / number of calls equals passing the `num_tokens` of all calls."""
     x = make_x(device, shape=(4, 6, 16))
     layer = make_layer(device, balance_losses=BalanceLosses(sequence=0.25, z=0.125))
     expected = gradients(layer, (x, {}))
@@ -315,7 +299,6 @@ def test_global_batch_over_micro_batches(device):
     assert (with_both[0] - layer.router.weight.grad).abs().max() > 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 def test_compiles_without_graph_break(device):
     layer = make_layer(device, balance_losses=ALL, router=BIASED, implementation="triton")
     x, token_mask = make_x(device), torch.ones(3, 6, dtype=torch.bool, device=device)
@@ -371,31 +354,31 @@ def test_bad_losses(options, message):
 
 
 @pytest.mark.parametrize(
-    ("shape", "facts", "message"),
+    ("arguments", "message"),
     [
-        ((18, 16), {}, r"sequence_lengths, got None; pass sequence_lengths or x \[\.\.\., S, d_model\] to the layer"),
         (
-            (3, 6, 16),
-            {"token_mask": torch.ones(18).bool()},
-            r"token_mask must be \[3, 6\] torch.bool on cpu, got \[18\]",
+            {"x": torch.zeros(18, 16)},
+            r"sequence_lengths, got None; pass sequence_lengths or x \[\.\.\., S, d_model\] to the layer",
         ),
-        ((3, 6, 16), {"token_mask": torch.ones(3, 6)}, r"got \[3, 6\] torch.float32"),
-        ((3, 6, 16), {"sequence_lengths": torch.ones(3)}, r"sequence_lengths must be \[N\] int32 or int64"),
-        ((3, 6, 16), {"sequence_lengths": torch.ones(3, 1).int()}, r"got \[3, 1\] torch.int32"),
-        ((3, 6, 16), {"num_tokens": -2}, "num_tokens must not be negative, got -2"),
-        ((3, 6, 16), {"num_tokens": torch.ones(3)}, r"num_tokens must be a scalar, got \[3\]"),
+        ({"token_mask": torch.ones(18).bool()}, r"token_mask must be \[3, 6\] torch.bool on cpu, got \[18\]"),
+        ({"token_mask": torch.ones(3, 6)}, r"got \[3, 6\] torch.float32"),
+        ({"sequence_lengths": torch.ones(3)}, r"sequence_lengths must be \[N\] int32 or int64"),
+        ({"sequence_lengths": torch.ones(3, 1).int()}, r"got \[3, 1\] torch.int32"),
+        ({"num_tokens": -2}, "num_tokens must not be negative, got -2"),
+        ({"num_tokens": torch.ones(3)}, r"num_tokens must be a scalar, got \[3\]"),
     ],
 )
-def test_bad_facts_of_tokens(shape, facts, message):
+def test_bad_facts_of_tokens(arguments, message):
     layer = make_layer("cpu", balance_losses=ALL)
     with pytest.raises(ValueError, match=message):
-        layer(torch.zeros(shape), **facts)
+        layer(**{"x": torch.zeros(3, 6, 16), **arguments})
 
 
-def test_no_sequences_are_needed_without_gradients():
-    layer = make_layer("cpu", balance_losses=ALL)
+def test_losses_need_no_sequences_and_no_graph_without_gradients(device):
+    layer = make_layer(device, balance_losses=ALL, implementation="triton")
     with torch.no_grad():
-        assert layer(torch.zeros(18, 16)).shape == (18, 16)
+        y = layer(torch.zeros(18, 16, device=device))
+    assert y.shape == (18, 16) and not y.requires_grad
 
 
 def test_bad_scale():
@@ -425,8 +408,8 @@ def test_bad_accumulated_counts():
 @pytest.mark.parametrize("router", [RouterSpec.deepseek_v3(5, 1), BIASED], ids=["groups", "bias"])
 @pytest.mark.parametrize("count", ["scores", "choices"])
 def test_sequence_loss_of_a_layer_counts_scores_or_choices(count, router, device):
-    """The bias, or the groups, exclude the expert of the second highest score."""
-    losses = BalanceLosses(sequence=1.0, count=count)
+    """The bias, or the groups, exclude the expert of the second highest score. The loss reads the scores it is told."""
+    losses = BalanceLosses(sequence=1.0, count=count, score="sigmoid")
     torch.manual_seed(0)
     top_k = 5 // router.num_groups if router.num_groups > 1 else 2
     layer = layers.moe_layer(16, 8, 5, top_k, device=device, init_std=0.3, router=router, balance_losses=losses)
@@ -434,8 +417,8 @@ def test_sequence_loss_of_a_layer_counts_scores_or_choices(count, router, device
     x = make_x(device)
     _, routing = layer(x, return_routing=True)
     assert (routing.topk_experts == 4).any(1).all()
-    expected = sequence_load_balancing_loss(routing, count=count)
+    expected = sequence_load_balancing_loss(routing, score="sigmoid", count=count)
     torch.testing.assert_close(layer.aux_loss, expected.detach())
     counted = routing.logits.topk(top_k).indices if count == "scores" else routing.topk_experts
     unbiased = routing._replace(topk_experts=counted.int())
-    torch.testing.assert_close(expected, sequence_load_balancing_loss(unbiased, count="choices"))
+    torch.testing.assert_close(expected, sequence_load_balancing_loss(unbiased, score="sigmoid", count="choices"))

@@ -105,7 +105,7 @@ def test_bad_construction():
 
 
 def test_a_checkpoint_holds_the_capacity_factor_and_no_assignment(device, tmp_path):
-    """The weights come back with the router's own choice."""
+    """The loaded layer has the same weights, and its router chooses by itself."""
     layer = make_layer(device, dtype=torch.float32, capacity=CapacityFactor(0.5), assignment=RoundRobinAssignment())
     layer.save_checkpoint(tmp_path / "out")
     loaded = MoEFeedForward.from_checkpoint(tmp_path / "out", device=device)

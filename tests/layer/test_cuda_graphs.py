@@ -109,7 +109,7 @@ def test_forward_and_backward(form, device):
 @pytest.mark.parametrize("region", ["checkpointed", "saving_routing"])
 @pytest.mark.parametrize("form", ["dropless", "recompute_up", "shared", "losses", "groups", "capacity"])
 def test_with_activation_checkpointing(form, region, device, monkeypatch):
-    if region == "saving_routing":  # it runs router and experts one by one
+    if region == "saving_routing":  # this region runs router and experts one by one
         monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
     layer = make_layer(device, **FORMS[form])
     run = partial(forward_and_backward, layer, region=REGIONS[region])
@@ -182,7 +182,7 @@ def test_an_optimizer_step(form, region, device):
 
 
 def test_what_is_counted(device):
-    """Counts increase with every replay, but not by a recomputation in it."""
+    """Counts increase with every replay, but not by the recomputation in a replay."""
     layer = make_layer(device, router=RouterSpec.ernie())
     observer = observe(layer)[""]
     x = make_x(layer, "zipf", device).requires_grad_()

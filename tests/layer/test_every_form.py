@@ -26,7 +26,6 @@ COMPILED = {"bias", "zero_experts", "latent", "capacity", "capacity_by_position"
 COMPILED |= {"choice", "nearest", *test_assignment.ASSIGNMENTS}
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 @pytest.mark.parametrize(
     "name", default_tier(sorted(COMPILED), {"zero_experts", "capacity_by_weight", "choice", "pairs"})
 )

@@ -37,21 +37,23 @@ def test_any_leading_axes(shape, device):
         torch.testing.assert_close(y.view(-1, 32)[0], layer(x.view(-1, 32)[0]))
 
 
-def test_returned_routing(device):
-    layer = make_layer(device, implementation="triton")
+@pytest.mark.parametrize("num_zero_experts", [0, 3])
+def test_returned_routing(num_zero_experts, device):
+    """Zero experts are counted after the experts."""
+    layer = make_layer(device, implementation="triton", num_zero_experts=num_zero_experts)
     x = make_x(device).requires_grad_()
     y, routing = layer(x, return_routing=True)
     assert torch.equal(y, layer(x))
     assert routing.topk_experts.shape == routing.topk_weights.shape == (21, 2)
-    assert routing.logits.shape == (21, 6)
-    counts = torch.bincount(routing.topk_experts.flatten().cpu(), minlength=6)
+    assert routing.logits.shape == (21, 6 + num_zero_experts)
+    counts = torch.bincount(routing.topk_experts.flatten().cpu(), minlength=6 + num_zero_experts)
     assert routing.tokens_per_expert.tolist() == counts.tolist()
     torch.testing.assert_close(routing.topk_weights.sum(-1), torch.ones(21, device=device))
     (dx,) = torch.autograd.grad(routing.logits.sum() + routing.topk_weights.square().sum(), x)
     assert dx.abs().sum() > 0
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # NumPy, in the interpreter
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_nan_stays_in_its_token(implementation, device):
     layer = make_layer(device, implementation=implementation, shared_d_ff=16)
@@ -63,7 +65,8 @@ def test_nan_stays_in_its_token(implementation, device):
     assert y[1, 2].isnan().all()
     others = torch.ones(3, 7, dtype=torch.bool, device=device)
     others[1, 2] = False
-    # Another token moves rows within a tile, where the interpreter's NumPy may sum in another order.
+    # The broken token may get other experts, which moves rows within a tile. NumPy, in the interpreter, may then sum
+    # in another order.
     torch.testing.assert_close(y[others], clean[others], **({"rtol": 0.0, "atol": 0.0} if y.is_cuda else {}))
     ids = routing.topk_experts[1 * 7 + 2].tolist()
     assert len(set(ids)) == 2 and all(0 <= e < 6 for e in ids)
@@ -191,12 +194,6 @@ def test_parts_can_be_replaced(device):
     assert called == [True]
 
 
-def test_no_gradient_graph_without_grad(device):
-    layer = make_layer(device, implementation="triton", balance_losses=BalanceLosses(switch=0.1))
-    with torch.no_grad():
-        assert not layer(make_x(device)).requires_grad
-
-
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_trains_after_inference_mode(implementation, device):
     """Tensors made in inference mode cannot be used in training, so none may be cached."""
@@ -240,7 +237,7 @@ def test_bad_x(x, message):
 
 
 def test_a_hook_may_convert_the_tokens():
-    """FSDP converts them in front of experts with another dtype."""
+    """FSDP converts the tokens in front of experts with another dtype."""
     layer = make_layer("cpu", implementation="reference")
     layer.experts.register_forward_pre_hook(lambda module, args: (args[0]._replace(tokens=args[0].tokens.float()),))
     assert layer(torch.ones(3, 32, dtype=torch.float16)).dtype == torch.float32

@@ -52,7 +52,7 @@ def fresh(layer):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Count the weights that are quantised to be kept, and the looks for changes."""
+    """Count the launches that quantise a weight to keep its e4m3 forms, and those that look for changes of a weight."""
     counts = {"quantize": 0, "look": 0}
 
     def counted(name, function):
@@ -181,7 +181,7 @@ def test_forms_are_those_of_the_weights_after_every_change(change, device):
 
 
 def test_a_storage_that_returns_is_no_kept_one(device):
-    """Other weights get the address of the quantised ones, and the same count of changes."""
+    """Other weights get the memory address of the quantised weights and the same version counter."""
     layer, x = make_layer(device), make_x(device)
     step(layer, x)
     address, shape = layer.experts.w_up.data_ptr(), layer.experts.w_up.shape
@@ -253,7 +253,7 @@ OPTIONS = [{"recompute": "up"}, {"batch_invariant": True}, {"bias": True}]
 def test_options(options, device):
     layer, x = make_layer(device, **options), make_x(device)
     kept = step(layer, x)
-    layer.experts.kept_forms.of = lambda *args: None  # the op makes its own
+    layer.experts.kept_forms.of = lambda *args: None  # the op quantises the weights itself
     assert_same(step(layer, x), kept)
 
 

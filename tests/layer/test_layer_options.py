@@ -50,20 +50,6 @@ def test_the_output_may_change_in_place(name, device):
         torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
-def test_zero_experts_return_their_token(device):
-    """Tokens of zero experts alone are multiplied by the sum of their weights. Zero experts are counted."""
-    layer = make_layer("zero_experts", device)
-    with torch.no_grad():
-        layer.router.selection_bias[:6] = -10
-    x = make_x(device)
-    y, routing = layer(x, return_routing=True)
-    assert (routing.topk_experts >= 6).all()
-    weights = routing.topk_weights.sum(-1).view(3, 7, 1)
-    torch.testing.assert_close(y, weights * x)
-    counts = torch.bincount(routing.topk_experts.flatten().cpu(), minlength=9)
-    assert routing.tokens_per_expert.tolist() == counts.tolist()
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 def test_autocast_follows_pytorch(name, device):
     layer = make_layer(name, device)

@@ -94,7 +94,7 @@ def test_a_starts_like_a_linear_layer_and_b_from_zero():
     torch.manual_seed(0)
     adapter = ExpertLoRA(LoRA(64, 1), 25, 8, 16, 3)
     for a in (adapter.up_a, adapter.down_a):
-        bound = a.shape[2] ** -0.5  # of nn.Linear.reset_parameters
+        bound = a.shape[2] ** -0.5  # as in nn.Linear.reset_parameters
         assert 0.98 * bound < a.abs().max() <= bound and abs(a.std() - bound / math.sqrt(3)) < 0.02 * bound
     assert not adapter.up_b.any() and not adapter.down_b.any()
 
@@ -261,7 +261,7 @@ def test_dropout_equals_a_composition_with_the_same_masks(implementation, option
     for gradient, e in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient.double(), e, rtol=1e-4, atol=1e-4)
     layer.eval()
-    assert torch.equal(layer(x), layer(x))  # the fused op
+    assert torch.equal(layer(x), layer(x))  # without dropout, by the fused op
     torch.testing.assert_close(layer(x).double(), effective(layer)(exact_x), rtol=1e-5, atol=1e-5)
 
 
@@ -280,17 +280,15 @@ def test_checkpointed_regions_repeat_masks_and_choices(implementation, dropout, 
         return [x.grad, *gradients_by_name(layer).values()]
 
     for options in ({}, {"context_fn": save_routing}):
-        if options:  # it runs router and experts one by one
+        if options:  # `save_routing` runs router and experts one by one
             monkeypatch.setattr("moe_layers.feed_forward.runs_as_one_op", lambda *_: False)
         plain = run(lambda region, x: region(x))
         again = run(partial(checkpoint, use_reentrant=False, **options))
         assert len(again) == 5 and all(map(torch.equal, again, plain))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 @pytest.mark.parametrize(("implementation", "dropout"), [("triton", 0.0), pytest.param("reference", 0.4, marks=slow)])
 def test_compiles(implementation, dropout, device):
-    """Takes seconds: the compiler traces the layer."""
     layer = adapted(device, implementation, lora=LoRA(3, 6, dropout=dropout))
     x, results = make_x(device), []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
@@ -326,7 +324,7 @@ def test_autocast(dropout, device):
 def test_saved_bytes_count_the_adapter(options, device):
     dtype = DTYPES[-1]
     plain, layer = (make_layer(device, "triton", dtype, **options).requires_grad_(False) for _ in range(2))
-    layer.add_lora(LoRA(8, 8), dtype=None)  # of scale 1: no scaled factor is made
+    layer.add_lora(LoRA(8, 8), dtype=None)  # the scale is 1, so no scaled factor is made
     x = make_x(device, dtype, 40)
     assert layer.saved_bytes(40) == seen_bytes(layer, x)
     assert layer.saved_bytes(40) - plain.saved_bytes(40) == 80 * 8 * dtype.itemsize  # [R, r]

@@ -82,7 +82,7 @@ def test_sequences_count_the_highest_scores_by_hand():
 
 
 def test_sequences_count_as_many_scores_as_were_chosen():
-    """The first token chose three experts, the second one: four slots, of which expert 0 has two."""
+    """The first token chose three experts, the second one chose one. By scores, expert 0 has two of the four slots."""
     logits = torch.tensor([[4.0, 2.0, 1.0, 1.0], [5.0, 1.0, 1.0, 1.0]]).log()
     chosen = torch.tensor([[3, 2, 1], [-1, 3, -1]], dtype=torch.int32)
     routing = LayerRouting(chosen, torch.ones(2, 3), logits, count(chosen, 4), sequence_lengths=2)

@@ -44,7 +44,7 @@ def step(layer, seed, run=None):
 
 
 def test_the_lines_of_the_guide_run(device):
-    """The page runs them on a GPU only, because the reference adds nothing."""
+    """The page itself runs these lines on a GPU only, because the reference never adds to `main_grad`."""
     names = {"torch": torch, "device": device, "dtype": torch.float16, "MoEFeedForward": MoEFeedForward}
     blocks = blocks_of(ROOT / "docs" / "guides" / "train.md")
     exec(next(block.text for block in blocks if "adds_to_main_grad" in block.text), names)

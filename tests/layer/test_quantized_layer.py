@@ -85,7 +85,7 @@ def test_files_hold_the_stored_bytes(format, tmp_path, device):
     x = make_x(device)
     assert torch.equal(empty(x), layer(x))
     stored = sum(t.numel() * t.element_size() for name, t in state.items() if "experts.w_" in name)
-    assert stored < 0.6 * 4 * 3 * 4 * 64 * 32  # of float32
+    assert stored < 0.6 * 4 * 3 * 4 * 64 * 32  # 0.6 of the bytes in float32
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -228,7 +228,7 @@ def test_bad_use(device):
         layer.experts.reset_parameters()
     with pytest.raises(ValueError, match="dequantize_experts_: the module must hold quantised experts, got none"):
         dequantize_experts_(make_layer(device))
-    nested = make_layer(device, "nf4_nested")  # 4096 / 64 scales per expert, of 256
+    nested = make_layer(device, "nf4_nested")  # a block has 256 scales, an expert 4096 / 64
     with pytest.raises(ValueError, match="keep_local_experts: each expert must hold whole blocks of nf4"):
         nested.keep_local_experts(range(2))
     stale = make_layer(device, "fp8")

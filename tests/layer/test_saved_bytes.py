@@ -19,6 +19,7 @@ from moe_layers.memory import saved_bytes
 from ..dtypes import DTYPES
 from ..layers import moe_layer
 from ..tiers import default_tier
+from ..unit.saved import saved_tensors
 
 LAYERS = {
     "plain": {},
@@ -36,17 +37,13 @@ LAYERS = {
 
 
 def seen_bytes(layer, x):
-    storages = {}
-
-    def see(tensor):
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+    """Return the bytes of all storages that autograd saves, without the input, the parameters and the buffers."""
+    with saved_tensors() as saved:
         layer(x)
+    storages = {storage.data_ptr(): storage.nbytes() for storage in map(torch.Tensor.untyped_storage, saved)}
     for tensor in (x, *layer.parameters(), *layer.buffers()):
         storages.pop(tensor.untyped_storage().data_ptr(), None)
-    return sum(storage.nbytes() for storage in storages.values())
+    return sum(storages.values())
 
 
 @pytest.mark.parametrize("name", default_tier(LAYERS, ["plain", "recompute", "shared", "groups"]))

@@ -13,9 +13,6 @@ from moe_layers import BalanceLosses, CapacityFactor, ExpertChoice
 
 from ..layers import moe_layer
 
-# Raised by Dynamo when it traces an autograd Function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
 FORMS = {
     "plain": {},
     "losses": {

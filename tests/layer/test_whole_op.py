@@ -312,7 +312,6 @@ def test_a_captured_forward_may_be_recomputed_outside(context, device):
     assert torch.equal(dx, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 def test_compiles_to_few_ops_without_graph_break(device, monkeypatch):
     """The router stays an op of its own, because `save_routing` keeps its results."""
     ops = []

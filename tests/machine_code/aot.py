@@ -24,9 +24,6 @@ import moe_kernels as mk
 from moe_kernels.gemm.arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from moe_kernels.gemm.arguments.block_scaled import BlockScaledGemmArguments
 from moe_kernels.gemm.arguments.decoding import DecodingGemmArguments, QuantizedMatrices
-from moe_kernels.gemm.arguments.dense import GemmArguments
-from moe_kernels.gemm.arguments.grouped import GroupedGemmArguments, WgradArguments
-from moe_kernels.gemm.arguments.list import GroupedGemmListArguments
 from moe_kernels.gemm.kernel import Kernel
 from moe_kernels.gemm.kernels import float32_products
 from moe_kernels.gemm.kernels.hopper.streaming_decoding import StreamingDecodingGemm
@@ -70,22 +67,6 @@ class TargetDriver:
         return 0
 
 
-def compile_launches(run: Callable[[], object], cc: int) -> list[tuple[str, object]]:
-    """Compile, for `cc`, each kernel that `run` would launch. Return (name, compiled kernel), each kernel once."""
-    compiled = {}
-    original = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **kwargs):
-        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
-        compiled[kernel.hash] = (self.fn.__name__, kernel)
-        return kernel
-
-    driver.set_active(TargetDriver(cc))
-    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors(cc):
-        run()
-    return list(compiled.values())
-
-
 @contextlib.contextmanager
 def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
     """Let CPU tensors stand for tensors of a GPU with this compute capability; nothing is computed inside."""
@@ -97,7 +78,7 @@ def kernels_take_cpu_tensors(cc: int) -> Iterator[None]:
         yield
 
 
-def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
+def list_arguments(kernel: Kernel, form: str) -> mk.GroupedGemmListArguments:
     """Return arguments with two problems. "other": A by columns; odd sizes, or multiples of 8 if alignment is
     needed."""
     operands, is_open = kernel.metadata.operands, kernel.metadata.operands.A.alignment_bytes == 1
@@ -110,7 +91,7 @@ def list_arguments(kernel: Kernel, form: str) -> GroupedGemmListArguments:
         # If any layout is supported: one of each.
         a_list = [a if is_open and g else a.t().contiguous().t() for g, a in enumerate(a_list)]
     out_list = [torch.empty(256, size_n, dtype=operands.out.dtype) for _ in range(2)]
-    args = GroupedGemmListArguments(a_list, b_list, out_list, epilogue=kernel.metadata.epilogue)
+    args = mk.GroupedGemmListArguments(a_list, b_list, out_list, epilogue=kernel.metadata.epilogue)
     return dataclasses.replace(args, table=make_problem_table(args, *kernel.metadata.design.tile_shape[:2]))
 
 
@@ -122,7 +103,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     and a float32 result. "bias" and "float32_bias" have only a bias. "offsets" is "float32_bias" with offsets instead
     of a tile table. "extra" has only the second pair of operands. "accumulate" adds to a float32 result.
     """
-    if kernel.arguments_class is GroupedGemmListArguments:
+    if kernel.arguments_class is mk.GroupedGemmListArguments:
         return list_arguments(kernel, form)
     if kernel.arguments_class is DecodingGemmArguments:
         return decoding_arguments(kernel, form)
@@ -139,10 +120,10 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     index = torch.zeros(num_rows, dtype=torch.int32)
     a = torch.empty(num_rows, size_k, dtype=operands.A.dtype)
     offsets = torch.zeros(num_groups, dtype=torch.int32)
-    if kernel.arguments_class is GemmArguments:
+    if kernel.arguments_class is mk.GemmArguments:
         b = torch.empty(size_k, size_n, dtype=operands.B.dtype)
-        return GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype), epilogue=epilogue)
-    if kernel.arguments_class is GroupedGemmArguments:
+        return mk.GemmArguments(a, b, torch.empty(num_rows, size_n, dtype=operands.out.dtype), epilogue=epilogue)
+    if kernel.arguments_class is mk.GroupedGemmArguments:
         b = torch.empty(num_groups, size_k, size_n, dtype=operands.B.dtype)
         if operands.B.layout == "column" or (operands.B.layout is None and transposed):
             b = b.new_empty(num_groups, size_n, size_k).transpose(1, 2)
@@ -161,7 +142,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
         out = product
         if epilogue is not None:
             out = torch.empty(num_rows, size_n // (1 + is_gated(epilogue)), dtype=operands.out.dtype)
-        return GroupedGemmArguments(
+        return mk.GroupedGemmArguments(
             a,
             b,
             out,
@@ -178,7 +159,7 @@ def gemm_arguments(kernel: Kernel, form: str) -> object:
     # The form decides if the design does not; warp-specialised kernels gather the narrow side of their tile.
     gathers_dout = transposed or design.tile_shape[0] > design.tile_shape[1]
     gathers = {"dout_row_to_token" if gathers_dout else "a_row_to_token": index} if design.gather else {}
-    return WgradArguments(a, dout, out, tile_table=table, accumulate=accumulate, **gathers)
+    return mk.WgradArguments(a, dout, out, tile_table=table, accumulate=accumulate, **gathers)
 
 
 def compile_gemm(name: str, form: str, cc: int, epilogue: str | None = None) -> dict[str, object]:
@@ -215,7 +196,10 @@ def described_twice(launch: Launch) -> bool:
 
 def artifact_launches_alike(artifact: CompiledArtifact, launch: Launch) -> bool:
     """Return whether an artifact passes the driver the same arguments as Triton's JIT does."""
-    return are_same(*(handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None)))
+    first, second = (handed_to_driver(artifact.compiled, used, launch) for used in (artifact, None))
+    return len(first) == len(second) and all(
+        x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
+    )
 
 
 def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch: Launch) -> list[object]:
@@ -230,16 +214,20 @@ def handed_to_driver(compiled: object, artifact: CompiledArtifact | None, launch
     return [*args[:6], *args[9:]]  # without the arguments for profilers' hooks, which are not set
 
 
-def are_same(first: list[object], second: list[object]) -> bool:
-    return len(first) == len(second) and all(
-        x is y if isinstance(x, torch.Tensor) else x == y for x, y in zip(first, second, strict=True)
-    )
-
-
 def compile_small(case: str, cc: int) -> list[dict[str, object]]:
-    """Compile what the catalog does not list."""
-    compiled = compile_launches(SMALL_LAUNCHES[case], cc)
-    return [{"kernel": name, "case": case, "cc": cc, "gemm": False, **inspect(kernel)} for name, kernel in compiled]
+    """Compile each kernel that a case of `SMALL_LAUNCHES` would launch, once each."""
+    compiled, original = {}, JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **kwargs):
+        kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled[kernel.hash] = (self.fn.__name__, kernel)
+        return kernel
+
+    driver.set_active(TargetDriver(cc))
+    with mock.patch.object(JITFunction, "run", compile_only), kernels_take_cpu_tensors(cc):
+        SMALL_LAUNCHES[case]()
+    about = {"case": case, "cc": cc, "gemm": False}
+    return [{"kernel": name, **about, **inspect(kernel)} for name, kernel in compiled.values()]
 
 
 def jobs() -> Iterator[tuple[Callable, tuple]]:
@@ -276,7 +264,7 @@ def epilogue_jobs() -> Iterator[tuple[Callable, tuple]]:
             and metadata.operands.B.layout == "row"
             and not metadata.design.gather
         )
-        differ = is_tight or is_gradient or kernel.arguments_class is GemmArguments
+        differ = is_tight or is_gradient or kernel.arguments_class is mk.GemmArguments
         for name in kernel.epilogues if differ else ():
             if name in ("reglu", "clamped_swiglu"):  # the other epilogues cover the same code and more
                 continue
@@ -360,7 +348,7 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return ("sixteens",)
     design, operands = kernel.metadata.design, kernel.metadata.operands
     is_bfloat16, no_epilogue = operands.A.dtype == torch.bfloat16, kernel.metadata.epilogue is None
-    if kernel.arguments_class is GroupedGemmListArguments:
+    if kernel.arguments_class is mk.GroupedGemmListArguments:
         # Kernels for any alignment compile the other layouts and uneven sizes; TMA handles both separately.
         if operands.A.alignment_bytes == 1:
             return ("other",)
@@ -381,9 +369,9 @@ def forms(kernel: Kernel) -> tuple[str, ...]:
         return ("full",)
     # Layouts and optional operands change the code of all tiles and of both 16-bit dtypes in the same way.
     is_typical = design.tile_shape in ((128, 128, 64), (64, 64, 16)) and operands.A.dtype != torch.float16
-    if not is_typical or kernel.arguments_class is GemmArguments:
+    if not is_typical or kernel.arguments_class is mk.GemmArguments:
         return ("plain",)
-    if kernel.arguments_class is WgradArguments:
+    if kernel.arguments_class is mk.WgradArguments:
         return ("plain", "other" if design.gather else "accumulate") if is_bfloat16 else ("plain",)
     if design.gather:
         return ("plain",)

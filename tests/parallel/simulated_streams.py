@@ -3,8 +3,8 @@
 Each rank is a thread, and one thread runs at a time. Computations run at once, and are recorded under the stream on
 which a GPU would run them. A race is a pair of accesses to the same bytes, at least one of them a write, without a
 fixed order. Only a stream, an event or a barrier fixes the order. Memory must also not be freed while a stream other
-than its allocating stream may still use it. Races are found in whatever order things happened here. Other sources of
-order on GPUs, the host's waits and PyTorch's collectives, are ignored.
+than its allocating stream may still use it. Races are found in whatever order the accesses happened here. Other sources
+of order on GPUs, the host's waits and PyTorch's collectives, are ignored.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Process:
         with _disable_current_modes():
             return torch.cat(tensors)
 
-    def make_stream(self, device: torch.device | None = None) -> Stream:
+    def make_stream(self) -> Stream:
         self._made.append(Stream(f"stream {1 + len(self._made)} of process {self.rank}"))
         return self._made[-1]
 
@@ -180,14 +180,10 @@ class Simulation:
     @contextmanager
     def _patched(self) -> Iterator[None]:
         here = self._here
-
-        def set_stream(stream: Stream) -> None:
-            here.process.stream = stream
-
         cuda = {
-            "Stream": lambda device=None: here.process.make_stream(device),
+            "Stream": lambda device=None: here.process.make_stream(),
             "current_stream": lambda device=None: here.process.stream,
-            "set_stream": set_stream,
+            "set_stream": lambda stream: setattr(here.process, "stream", stream),
             "is_current_stream_capturing": lambda: False,
         }
         memory = {
@@ -275,7 +271,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte, and the end byte."""
+    """Return a tensor's first byte, and the byte after its last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.storage_offset()
     return start * tensor.element_size(), (start + last + 1) * tensor.element_size()

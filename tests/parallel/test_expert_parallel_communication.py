@@ -95,8 +95,8 @@ def tokens_travel_in_autocast_dtype(device):
 
 
 def no_more_collectives_than_needed(device):
-    """Forward: counts, and per chunk the weights, the tokens and the outputs; with allgather also the choices.
-    Backward: per chunk the gradients of outputs, tokens and weights."""
+    """Forward sends counts, and per chunk the weights, the tokens and the outputs; with allgather also the choices.
+    Backward sends, per chunk, the gradients of outputs, tokens and weights."""
     for style in STYLES:
         layer = sharded_layer(device, style)
         recorders = recorded(CollectiveCounter, layer, draw(device, 6).requires_grad_())
@@ -208,7 +208,7 @@ def compiled_around_the_dispatcher(device):
     graph."""
     for style in ({"dispatcher": "allgather"}, {"dispatcher": "alltoall", "chunks": 2}):
         layer, compiled = (sharded_layer(device, style, shared_d_ff=8) for _ in "ab")
-        graphs = {}  # those that ran, by code: PyTorch may compile a graph twice, and restarts drop graphs
+        graphs = {}  # graphs that ran, by code: PyTorch may compile a graph twice, and restarts drop graphs
 
         def backend(graph, inputs, graphs=graphs):
             compiled = aot_eager(graph, inputs)
@@ -254,5 +254,5 @@ def test_two_gpus(case, tmp_path):
 
 
 test_two_processes = make_test(CASES, 2)
-# Every dispatcher, chunk and region, in the interpreter.
+# The interpreter runs every dispatcher with every number of chunks and every region.
 test_two_processes_slowly = slow(make_test([outputs_of_regions_may_change_in_place], 2))

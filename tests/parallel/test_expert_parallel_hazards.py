@@ -119,7 +119,7 @@ def nothing_reads_what_is_under_way(device):
 
 
 def processes_without_tokens(device):
-    """They take part in forward, backward, FSDP2 and clipping; their gradients, if any, are zero."""
+    """Ranks without tokens take part in forward, backward, FSDP2 and clipping. Gradients of their routers are zero."""
     for style in (*STYLES, OVERLAPPED):
         options = layer_options(style)
         for name in lengths_for(style):
@@ -218,7 +218,7 @@ def early_slots_within_the_bound(device):
 
 @on_cpu("on a GPU the error ends the process")
 def unequal_gradients(device):
-    """An error on every rank, before tokens are sent, where backward would wait for another rank's gradient forever."""
+    """Every rank gets an error before tokens are sent. Backward would wait for another rank's gradient forever."""
     mesh, rank = expert_mesh(device), distributed.get_rank()
 
     def needs_input(layer, x):
@@ -245,7 +245,7 @@ def unequal_gradients(device):
 
 
 def experts_frozen_on_one_rank(device):
-    """Backward communicates none of their gradients, so they need not be equal."""
+    """Backward communicates no gradients of experts, so one rank may freeze its experts."""
     one, many = make_layer(device), shard_experts(make_layer(device), expert_mesh(device), average_gradients=False)
     many.experts.requires_grad_(bool(distributed.get_rank()))
     x = draw(device, 6)
@@ -292,7 +292,7 @@ test_two_processes_slowly = slow(make_test(SLOW, 2))
 
 
 def test_a_layer_is_loaded_to_the_device_of_its_mesh(tmp_path):
-    """Experts are moved there in any case, so the rest of the layer must follow."""
+    """Experts are moved to the device of the mesh in any case, so the rest of the layer must follow."""
     with gloo_group(tmp_path):
         mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("ep",))
         make_layer(torch.device("cpu"), shared_d_ff=8).save_checkpoint(tmp_path / "layer")

@@ -52,7 +52,7 @@ def adapted_after_sharding(device, mesh, dispatcher, settings):
 
 
 def steps_equal_one_process(device):
-    """Two steps with experts over all ranks or under FSDP2 alone, with adapters added before or after sharding."""
+    """Take two steps with experts over all ranks or under FSDP2 alone. Adapters are added before or after sharding."""
     for experts_over, dispatcher, before, settings in (
         (1, "alltoall", True, SETTINGS[1]),
         (None, "alltoall", True, SETTINGS[0]),
@@ -83,7 +83,7 @@ def steps_equal_one_process(device):
 
 
 def merging_equals_one_process(device):
-    """Gradients without FSDP2, merging, and undoing it on sharded experts."""
+    """Compare gradients without FSDP2, merge adapters into sharded experts, and undo the merge."""
     for settings in SETTINGS:
         mesh = expert_mesh(device)
         one = adapted(device, settings).layers[0]["moe"]
@@ -121,6 +121,4 @@ def shared_factors_are_equal(device):
             layer(draw(device, 4))
 
 
-CASES = [steps_equal_one_process, merging_equals_one_process, shared_factors_are_equal]
-
-test_two_processes = make_test(CASES, 2)
+test_two_processes = make_test([steps_equal_one_process, merging_equals_one_process, shared_factors_are_equal], 2)

@@ -15,16 +15,16 @@ from .expert_parallel_cases import D_MODEL, KERNELS, draw, expert_mesh, full, ma
 SIZES = {"d_ff": 16, "precision": "fp8"}
 
 
-def fp8_layer(device, seed=0, **options):
-    return make_layer(device, seed, **{**KERNELS, **SIZES, **options})
+def fp8_layer(device, **options):
+    return make_layer(device, **{**KERNELS, **SIZES, **options})
 
 
-def train(layer, device, steps=3):
-    """Return the output of each step, and the parameters and gradients after the last."""
+def train(layer, device):
+    """Take three steps. Return the output of each, and the parameters and gradients after the last."""
     x = draw(device, 12).float()
     optimizer = torch.optim.SGD(layer.parameters(), 0.3, foreach=False)  # foreach takes no DTensors beside tensors
     outs = []
-    for _ in range(steps):
+    for _ in range(3):
         optimizer.zero_grad()
         out = layer(x)
         out.square().mean().backward()

@@ -101,7 +101,7 @@ def layers_equal_one_process(device):
 
 
 def adapters_equal_one_process(device):
-    """Adapters beside weights that are trained, too; every gradient is compared."""
+    """Compare every gradient of adapters and of the weights, which are trained, too."""
     one, many = (make_layer(device, **KERNELS) for _ in "ab")
     for layer in (one, many):
         torch.manual_seed(4)
@@ -321,9 +321,9 @@ def backward_needs_no_more_memory(device):
 
 @on_cpu("on a GPU tokens are copied without collectives")
 def collectives_are_those_needed(device):
-    """Forward: the counts, the choices with their weights, and per chunk the tokens and its outputs. The last chunk's
-    outputs are sent in up to four column slices of whole tiles. Backward: the gradients of the outputs, and those of
-    weights and tokens if they need one."""
+    """Forward sends the counts, the choices with their weights, and per chunk the tokens and its outputs. The last
+    chunk's outputs are sent in up to four column slices of whole tiles. Backward sends the gradients of the outputs,
+    and those of weights and tokens if they need one."""
     gather, scatter = "all_gather_into_tensor", "reduce_scatter_tensor"
     cases = (D_MODEL, 1, True), (D_MODEL, 1, False), (512, 2, True)
     for d_model, num_pieces, needs_tokens in cases:

@@ -12,7 +12,7 @@ from moe_layers.parallel.overlapped import OverlappedDispatcher
 from moe_layers.parallel.symmetric_memory import PeerCopies
 
 from ..tiers import default_tier, slow
-from .expert_parallel_cases import D_MODEL, KERNELS, NUM_EXPERTS, assert_close, draw, make_layer
+from .expert_parallel_cases import KERNELS, NUM_EXPERTS, assert_close, draw, make_layer
 from .simulated_streams import Process, Simulation
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run in the interpreter")
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels r
 CPU = torch.device("cpu")
 
 
-def make_shared(process: Process, kind: type[PeerCopies] = PeerCopies, *, chunks=2, num_layers=1, **options):
+def make_shared(process: Process, kind: type[PeerCopies], *, chunks=2, num_layers=1, **options):
     """Return layers whose experts the ranks share, with one kind of copies."""
     copies, layers = process.peer_copies(kind), []
     num_local = NUM_EXPERTS // process.size
@@ -46,7 +46,7 @@ def train(layers, batches, region=None):
     return outputs, [(layer.experts.w_up.grad, layer.experts.w_down.grad) for layer in layers]
 
 
-def draw_batches(num_processes, sizes, d_model=D_MODEL):
+def draw_batches(num_processes, sizes, d_model):
     return [draw(CPU, size * num_processes, seed, d_model).float() for seed, size in enumerate(sizes)]
 
 

@@ -41,7 +41,7 @@ def quantized(device, format):
 
 @fsdp_of_integers
 def scales_of_two_bytes(device):
-    """bfloat16, as in Qwen3's published FP8 models. No collective takes integers of two bytes."""
+    """Scales are bfloat16, as in Qwen3's published FP8 models. No collective takes integers of two bytes."""
     one, many = quantized(device, FORMATS[0]), quantized(device, FORMATS[0])
     for experts, name in product((one.experts, many.experts), ("w_up", "w_down")):
         weight = getattr(experts, name).weight()

@@ -2,8 +2,8 @@
 
 vLLM and SGLang keep the experts of a layer as `w13_weight` [E, 2F, D] and `w2_weight` [E, D, F]. Per expert, the
 projections gate_proj or w1 and up_proj or w3 go to the halves of `w13_weight`. Packed tensors are transposed where the
-checkpoint of the architecture is [in, out]; gpt-oss stays interleaved. Granite's are packed under other names. DBRX
-stacks the experts along rows, in three tensors.
+checkpoint of the architecture is [in, out]; gpt-oss stays interleaved. Granite's experts are packed under other names.
+DBRX stacks the experts along rows, in three tensors.
 """
 
 import re
@@ -27,7 +27,7 @@ def load(weights, model_type, num_experts, plain=False):
     """Return the engine's parameters of the experts by name, and all other tensors.
 
     Args:
-        plain: experts without a gate.
+        plain: whether the experts have no gate.
     """
     parameters, others, shards = {}, {}, {}
     for name, tensor in weights:

@@ -1,6 +1,7 @@
 """Peak memory of `iter_weights`: of a process, and of PyTorch's allocations for each kind of model."""
 
 import gc
+from importlib import import_module
 
 import pytest
 from torch import nn
@@ -26,8 +27,7 @@ from moe_layers.serving import iter_weights, pack
 def make(width, layers):
     config = transformers.Qwen3MoeConfig(vocab_size=64, hidden_size=width, moe_intermediate_size=width,
         num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=16)
-    return wrapped(transformers.AutoModelForCausalLM.from_config(config))
-def wrapped(model):
+    model = transformers.AutoModelForCausalLM.from_config(config)
     if {adapted}:
         import peft
         names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -56,7 +56,7 @@ def peak_of(model, **options):
             gc.collect()  # Triton's interpreter holds its arguments in cycles
 
     gc.freeze()  # so that collections take little time
-    read()  # makes what is made at the first use
+    read()  # creates what only the first use creates
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         read()
     gc.unfreeze()
@@ -95,26 +95,19 @@ def qwen(adapted=False):
     return model, size
 
 
-def quantised(kind):
-    pytest.importorskip("transformers", minversion="5.7", reason="transformers 5.7 or later is needed")
-    if kind == "fp8":
-        from ..integrations.test_quantized_models import pair
-
-        stored, plain = pair()
-    else:
-        from ..integrations.test_mxfp4 import pair
-
-        stored, plain = pair(reorder=False)
+def quantised(file):
+    """Return the stored model of a file of `tests/integrations`, which needs transformers, and a plain layer's size."""
+    stored, plain = import_module(f"tests.integrations.{file}").pair()
     return stored, num_bytes(plain.model.layers[0])
 
 
 KINDS = {  # the model, options of iter_weights, and layers beyond the model
     "plain": (qwen, {}, 0),
     "adapters": (lambda: qwen(adapted=True), {}, 1),
-    "FP8": (lambda: quantised("fp8"), {}, 1),
-    "FP8 kept": (lambda: quantised("fp8"), {"keep_quantized": True}, 0),
-    "MXFP4": (lambda: quantised("mxfp4"), {}, 1),
-    "MXFP4 kept": (lambda: quantised("mxfp4"), {"keep_quantized": True}, 0),
+    "FP8": (lambda: quantised("test_quantized_models"), {}, 1),
+    "FP8 kept": (lambda: quantised("test_quantized_models"), {"keep_quantized": True}, 0),
+    "MXFP4": (lambda: quantised("test_mxfp4"), {}, 1),
+    "MXFP4 kept": (lambda: quantised("test_mxfp4"), {"keep_quantized": True}, 0),
     "own": (own, {}, 0.1),  # an expert
     "own, adapters": (lambda: own(adapted=True), {}, 1),
     "own, int8": (lambda: own("int8"), {}, 1),

@@ -33,7 +33,7 @@ def fsdp2(device):
 
 
 def fsdp2_with_adapters(device):
-    """Adapters are added to what was gathered, not to this rank's parameters."""
+    """Adapters are added to gathered parameters, not to this rank's parameters."""
     from ..integrations.peft_models import adapt, lora
 
     expected = dict(iter_weights(adapt(make_model(device), lora()), "vllm"))

@@ -84,16 +84,11 @@ INTERNAL = {
 }
 
 
-def modules(package):
-    found = {}
-    for path in sorted((ROOT / package).rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts)] = path
-    assert found
-    return found
-
-
-MODULES = {**modules("moe_kernels"), **modules("moe_layers")}
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
+    for package in FLOORS
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
 
 
 @cache
@@ -176,19 +171,12 @@ def test_only_the_runtime_knows_triton_versions_and_private_apis():
 
 
 def test_reference_imports_only_torch_and_einops():
-    facts = {"errors", "specs", "types"}
-    names = imports_of("moe_kernels.reference") - {f"moe_kernels.{name}" for name in facts}
-    assert {name.split(".")[0] for name in names} <= {"__future__", "collections", "typing", "torch", "einops"}
-    for name in facts:
-        found = imports_of(f"moe_kernels.{name}") - {"moe_kernels.errors"}
-        assert {n.split(".")[0] for n in found} <= {
-            "__future__",
-            "collections",
-            "dataclasses",
-            "math",
-            "typing",
-            "torch",
-        }
+    """Imports between the modules of facts are those that `test_imports_point_down` allows."""
+    facts, everywhere = ("errors", "specs", "types"), {"__future__", "collections", "typing", "torch"}
+    for name in ("reference", *facts):
+        imported = imports_of(f"moe_kernels.{name}") - {f"moe_kernels.{fact}" for fact in facts}
+        others = {"einops"} if name == "reference" else {"dataclasses", "math"}
+        assert {module.split(".")[0] for module in imported} <= everywhere | others, name
 
 
 def test_no_module_is_shadowed_by_a_function_of_its_name():

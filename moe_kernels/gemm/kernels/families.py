@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
-from ...runtime.triton import INTERPRET, cdiv
+from ...runtime.triton import INTERPRET, triton
 from ...specs import is_gated
 from ...types import TileTable
 from ..arguments.base import Arguments, RowArguments
@@ -32,7 +32,7 @@ class RowTileKernel(Kernel):
         """Return the cost of one group for one index along K, in multiplications: the larger of the costs of
         multiplying and of reading B."""
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
+        rows_per_group = max(triton.cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
@@ -165,7 +165,7 @@ class WgradKernel(Kernel):
 def padded(rows: int, columns: int, design: Design) -> int:
     """Return the number of elements in the tiles that cover a matrix."""
     block_m, block_n, _ = design.tile_shape
-    return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
+    return triton.cdiv(rows, block_m) * block_m * triton.cdiv(columns, block_n) * block_n
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -> TileTable:

@@ -9,11 +9,21 @@ import torch
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch, with_strides
-from ...runtime.triton import cdiv, tl, triton
+from ...runtime.triton import tl, triton
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign
 from .families import GroupedGemmKernel, kernel_name
 from .float32_products import add_product, dot_precision, zero_total
+
+
+@triton.jit
+def tile_in_bands(number, num_row_tiles, num_column_tiles, GROUP_TILES: tl.constexpr):
+    """Return the row tile and the column tile of a tile's number. Tiles are numbered in bands of GROUP_TILES row tiles.
+    Within a band, the tiles are numbered column by column."""
+    band = GROUP_TILES * num_column_tiles
+    first = number // band * GROUP_TILES
+    height = tl.minimum(num_row_tiles - first, GROUP_TILES)
+    return first + number % band % height, number % band // height
 
 
 @triton.jit
@@ -95,12 +105,7 @@ def _grouped_gemm_kernel(
     BLOCK_K: tl.constexpr,
 ):
     """One program writes one tile of `GroupedGemmArguments.out`. Grid: (capacity * cdiv(N, BLOCK_N),)."""
-    num_column_tiles = tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
-    first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES
-    tiles_here = tl.minimum(num_row_tiles - first_tile, GROUP_TILES)
-    local = program % (GROUP_TILES * num_column_tiles)
-    tile = first_tile + local % tiles_here
+    tile, column_tile = tile_in_bands(tl.program_id(0), num_row_tiles, tl.cdiv(N, BLOCK_N), GROUP_TILES)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
         return
     group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
@@ -110,7 +115,7 @@ def _grouped_gemm_kernel(
     # The tail (rows past the last group) has no matrix, bias or scales, so its rows become zeros.
     row_inside = row < tl.where(group < G, end, 0)
     row = row.to(tl.int64)
-    column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     column_mask = column < N
     column_inside = column < tl.where(group < G, N, 0)
     a_row = row
@@ -172,7 +177,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         capacity = table.tiles.shape[0]
         return Launch(
             _grouped_gemm_kernel,
-            (capacity * cdiv(num_columns, block_n),),
+            (capacity * triton.cdiv(num_columns, block_n),),
             (
                 *with_strides(args.A),
                 args.row_to_token,

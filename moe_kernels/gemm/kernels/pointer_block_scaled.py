@@ -13,10 +13,11 @@ from ...reference_fp8 import BLOCK
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import INTERPRET as _INTERPRET
-from ...runtime.triton import cdiv, tl, triton
+from ...runtime.triton import tl, triton
 from ..arguments.block_scaled import BlockScaledGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign, Status
 from .families import RowTileKernel, kernel_name, tma_status
+from .pointer import tile_in_bands
 
 INTERPRET = tl.constexpr(_INTERPRET)  # pyright: ignore[reportCallIssue]  # pyright takes tl.constexpr for Any
 
@@ -50,19 +51,14 @@ def _block_scaled_kernel(
 ):
     """One program writes one tile of (A * scale_a) @ (B * scale_b)[g]. Programs past the last tile return at once.
     Grid: (num_row_tiles * cdiv(N, BLOCK_N),)."""
-    num_column_tiles = tl.cdiv(N, BLOCK_N)
-    program = tl.program_id(0)
-    first_tile = program // (GROUP_TILES * num_column_tiles) * GROUP_TILES
-    tiles_here = tl.minimum(num_row_tiles - first_tile, GROUP_TILES)
-    local = program % (GROUP_TILES * num_column_tiles)
-    tile = first_tile + local % tiles_here
+    tile, column_tile = tile_in_bands(tl.program_id(0), num_row_tiles, tl.cdiv(N, BLOCK_N), GROUP_TILES)
     if tile >= tl.load(num_tiles_ptr + ZERO_TAIL):
         return
     group = tl.load(tiles_ptr + tile * 2).to(tl.int64)
     row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + tile * 2 + 1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = row < tl.load(bounds_ptr + group + 1)
     row = row.to(tl.int64)
-    first_column = local // tiles_here * BLOCK_N
+    first_column = column_tile * BLOCK_N
     column = (first_column + tl.arange(0, BLOCK_N)).to(tl.int64)
     column_mask = column < N
     a_row = row
@@ -120,7 +116,7 @@ class PointerBlockScaledGemm(BlockScaledKernel):
         capacity = table.tiles.shape[0]
         return Launch(
             _block_scaled_kernel,
-            (capacity * cdiv(num_columns, design.tile_shape[1]),),
+            (capacity * triton.cdiv(num_columns, design.tile_shape[1]),),
             (
                 *with_strides(args.A),
                 *with_strides(args.scale_a),

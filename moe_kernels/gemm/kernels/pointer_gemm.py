@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.launch import Launch
-from ...runtime.triton import cdiv, tl, triton
+from ...runtime.triton import tl, triton
 from ..arguments.dense import GemmArguments
 from ..kernel import SUPPORTED, GemmOperands, Kernel, KernelMetadata, Operand, PointerDesign, Status
 from .families import kernel_name, padded
 from .float32_products import dot_precision
-from .pointer import activate, multiply_tile, out_operand, plain_forward
+from .pointer import activate, multiply_tile, out_operand, plain_forward, tile_in_bands
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -39,11 +39,9 @@ def _gemm_kernel(
     num_column_tiles = tl.cdiv(N, BLOCK_N)
     batch = (tl.program_id(0) // (num_row_tiles * num_column_tiles)).to(tl.int64)
     tile = tl.program_id(0) % (num_row_tiles * num_column_tiles)
-    first_tile = tile // (GROUP_TILES * num_column_tiles) * GROUP_TILES
-    tiles_here = tl.minimum(num_row_tiles - first_tile, GROUP_TILES)
-    local = tile % (GROUP_TILES * num_column_tiles)
-    row = ((first_tile + local % tiles_here) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    column = ((local // tiles_here) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    row_tile, column_tile = tile_in_bands(tile, num_row_tiles, num_column_tiles, GROUP_TILES)
+    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (column_tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     k = tl.arange(0, BLOCK_K).to(tl.int64)
     total = multiply_tile(
         a_ptr + batch * a_strides[0] + row[:, None] * a_strides[1] + k[None, :] * a_strides[2],
@@ -84,7 +82,7 @@ class PointerGemm(Kernel):
         depth = args.A.shape[-1]
         return Launch(
             _gemm_kernel,
-            (args.num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
+            (args.num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),

@@ -19,11 +19,12 @@ from torch.nn import functional
 
 from ...runtime.dispatch import FLOAT8
 from ...runtime.launch import Launch
-from ...runtime.triton import cdiv, tl, triton
+from ...runtime.triton import tl, triton
 from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
 from ..kernel import Kernel, KernelMetadata, Status
 from .families import num_programs
+from .pointer import tile_in_bands
 
 
 def make_problem_table(
@@ -53,7 +54,7 @@ def make_problem_table(
 
 
 def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
-    return 8 * (len(args.A_list) * NUM_FIELDS + cdiv(args.survey.num_tiles(block_m, block_n), 2))
+    return 8 * (len(args.A_list) * NUM_FIELDS + triton.cdiv(args.survey.num_tiles(block_m, block_n), 2))
 
 
 class GroupedGemmListKernel(Kernel):
@@ -109,8 +110,8 @@ class GroupedGemmListKernel(Kernel):
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = args.survey.num_tiles(block_m, block_n)
         num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
-        programs_here = cdiv(programs, num_sms)
-        tiles_here = programs_here * cdiv(num_tiles, programs)
+        programs_here = triton.cdiv(programs, num_sms)
+        tiles_here = programs_here * triton.cdiv(num_tiles, programs)
         resident = 12 // self.metadata.design.num_warps
         before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
         return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)
@@ -118,13 +119,9 @@ class GroupedGemmListKernel(Kernel):
 
 @triton.jit
 def tile_origin(local, M, N, GROUP_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the first row and the first column of tile number `local` of a problem. Tiles are numbered in bands of
-    GROUP_TILES row tiles. Within a band, the tiles are numbered column by column."""
-    num_row_tiles = tl.cdiv(M, BLOCK_M)
-    band = GROUP_TILES * tl.cdiv(N, BLOCK_N)
-    first = local // band * GROUP_TILES
-    height = tl.minimum(num_row_tiles - first, GROUP_TILES)
-    return (first + local % band % height) * BLOCK_M, local % band // height * BLOCK_N
+    """Return the first row and the first column of tile number `local` of a problem."""
+    row_tile, column_tile = tile_in_bands(local, tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_TILES)
+    return row_tile * BLOCK_M, column_tile * BLOCK_N
 
 
 def triton_dtype(dtype: torch.dtype) -> Any:

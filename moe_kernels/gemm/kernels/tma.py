@@ -16,6 +16,7 @@ from ...runtime.triton import tl, triton
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, TmaDesign
 from .families import GroupedGemmKernel, kernel_name, num_programs
+from .pointer import tile_in_bands
 from .ragged import ragged_descriptor, store_ragged
 
 
@@ -80,14 +81,10 @@ def _tma_kernel(
         num_column_tiles = tl.cdiv(N, BLOCK_N)
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     num_row_tiles = tl.load(num_tiles_ptr)
-    band = GROUP_TILES * num_column_tiles
     k_range = tl.arange(0, BLOCK_K)
     num_tiles = num_row_tiles * num_column_tiles
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=FLATTEN):
-        first = tile // band * GROUP_TILES
-        height = tl.minimum(num_row_tiles - first, GROUP_TILES)
-        row_tile = first + tile % band % height
-        column_tile = tile % band // height
+        row_tile, column_tile = tile_in_bands(tile, num_row_tiles, num_column_tiles, GROUP_TILES)
         group = tl.load(tiles_ptr + 2 * row_tile)
         end = tl.load(bounds_ptr + group + 1)
         row = tl.load(bounds_ptr + group) + tl.load(tiles_ptr + 2 * row_tile + 1) * BLOCK_M

@@ -9,6 +9,7 @@ from ...runtime.triton import tl, triton
 from ..arguments.grouped import WgradArguments
 from ..kernel import KernelMetadata, Operand, TmaDesign, WgradOperands
 from .families import WgradKernel, kernel_name, num_programs
+from .pointer import tile_in_bands
 from .ragged import load_ragged, ragged_descriptor
 
 
@@ -52,14 +53,11 @@ def _tma_wgrad_kernel(
     if dout_row_to_token_ptr is None:
         dout_desc = ragged_descriptor(dout_ptr, dout_stride, N, BLOCK_R, BLOCK_N)
     out_desc = tl.make_tensor_descriptor(out_ptr, [G, K, N], [out_group_stride, out_stride, 1], [1, BLOCK_K, BLOCK_N])
-    band = GROUP_TILES * num_n_tiles
     for tile in range(tl.program_id(0), G * num_k_tiles * num_n_tiles, tl.num_programs(0)):
         group = tile // (num_k_tiles * num_n_tiles)
         local = tile % (num_k_tiles * num_n_tiles)
-        first = local // band * GROUP_TILES
-        height = tl.minimum(num_k_tiles - first, GROUP_TILES)
-        k = (first + local % band % height) * BLOCK_K
-        n = local % band // height * BLOCK_N
+        k_tile, n_tile = tile_in_bands(local, num_k_tiles, num_n_tiles, GROUP_TILES)
+        k, n = k_tile * BLOCK_K, n_tile * BLOCK_N
         start = tl.load(bounds_ptr + group)
         end = tl.load(bounds_ptr + group + 1)
         total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)  # [BLOCK_K, BLOCK_N]

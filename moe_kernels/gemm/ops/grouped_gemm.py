@@ -239,11 +239,9 @@ def _grouped_gemm_setup(ctx, inputs, output):
     ctx.save_for_backward(*(*inputs, None, None)[:5])
 
 
-def _grouped_gemm_backward(ctx, dout):
-    return _product_backward(ctx, dout, *ctx.saved_tensors)
-
-
-_grouped_gemm_op.register_autograd(_grouped_gemm_backward, setup_context=_grouped_gemm_setup)
+_grouped_gemm_op.register_autograd(
+    lambda ctx, dout: _product_backward(ctx, dout, *ctx.saved_tensors), setup_context=_grouped_gemm_setup
+)
 
 
 @registered_op("gated_grouped_gemm")
@@ -351,15 +349,13 @@ def _is_transposed(b: Tensor) -> bool:
     return b.stride(1) < b.stride(2)
 
 
-@registered_op("grouped_gemm_wgrad_out", mutates=("out",))
-def _wgrad_out_op(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool) -> None:
-    _launch_wgrad(a, dout, offsets, out, accumulate)
-
-
-def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool = False) -> None:
+def _launch_wgrad(a: Tensor, dout: Tensor, offsets: Tensor, out: Tensor, accumulate: bool) -> None:
     # The fastest kernels write contiguous rows. For a transposed `out`, compute out[g].T = dout.T @ a instead.
     operands = (dout, a, out.transpose(1, 2)) if _is_transposed(out) else (a, dout, out)
     selection.run(WgradArguments(*operands, offsets=offsets, accumulate=accumulate))
+
+
+_wgrad_out_op = registered_op("grouped_gemm_wgrad_out", mutates=("out",))(_launch_wgrad)
 
 
 @registered_op("grouped_gemm_wgrad")
@@ -368,7 +364,7 @@ def _wgrad_op(
 ) -> Tensor:
     """Return the gradient [G, K, N], stored as [G, N, K] if `transposed`."""
     out = _empty_wgrad(a, dout, offsets, transposed, out_dtype)
-    _launch_wgrad(a, dout, offsets, out)
+    _launch_wgrad(a, dout, offsets, out, False)
     return out
 
 

@@ -8,7 +8,7 @@ the tiles of all outputs (`gemm/kernels/problem_table.py`). `grouped_gemm_list` 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -181,13 +181,12 @@ def _grouped_gemm_list_op(
         # stored by rows.
         problems = zip(*operands, by_columns, strict=True)
         operands = zip(*[(b.t(), a.t(), out.t()) if t else (a, b, out) for a, b, out, t in problems], strict=True)
-    aligned_a, aligned_b, aligned_outs = (_with_contiguous_axes(matrices) for matrices in operands)
+    aligned_a, aligned_b, aligned_outs = (
+        [matrix if leading_dimension(matrix) is not None else matrix.contiguous() for matrix in matrices]
+        for matrices in operands
+    )
     selection.run(GroupedGemmListArguments(aligned_a, aligned_b, aligned_outs))
     return outs
-
-
-def _with_contiguous_axes(matrices: Iterable[Tensor]) -> list[Tensor]:
-    return [matrix if leading_dimension(matrix) is not None else matrix.contiguous() for matrix in matrices]
 
 
 def _empty_products(

@@ -52,7 +52,7 @@ class AdapterReport:
 
     Attributes:
         orientation: order of the axes of lora_A and lora_B, "0.19" or "0.18": see the module's docstring.
-        told_by: what determined the orientation: "argument", "shapes" or "peft_version".
+        told_by: source of the orientation: "argument", "shapes" or "peft_version".
         used: for each adapted parameter, the names of its lora_A and its lora_B in the file. Each tensor is used once.
         others: names of tensors that adapt modules other than experts.
     """

@@ -16,7 +16,7 @@ from moe_kernels import ExpertAdapters
 from ...architectures import read_config
 from ...checks import first_three
 from ..files.directory import CONFIG, CheckpointFiles, read_json
-from ..files.layouts import Sizes, published_layouts
+from ..files.layouts import published_layouts
 from ..files.recognition import block_of_module, stack_of
 from ..files.stored_weights import Stored
 from ..files.writer import DEFAULT_SHARD_BYTES, ShardWriter
@@ -187,18 +187,7 @@ def _merged_linear(stored: Stored, adapter: _LinearAdapter) -> Output:
 
 def _merged(found: BlockSurvey, adapters: ExpertAdapters) -> Iterator[Output]:
     layout, sizes = only_layout(found)
-    _check_sizes(found, sizes, adapters, layout.gated)
-    reader = _MergedReader(found, layout, sizes, adapters)
-    for key in layout.select(bias=False):
-        for number, short in key.names(sizes.num_experts):
-            stored = found.experts[short]
-            if stored.shape != key.shape(sizes):
-                raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")
-            yield reader.output(found.block.weights[short][0], key, number, stored.dtype)
-
-
-def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gated: bool) -> None:
-    d_up = sizes.d_ff * (2 if gated else 1)
+    d_up = sizes.d_ff * (2 if layout.gated else 1)
     wanted = {"up": (sizes.num_experts, d_up, sizes.d_model), "down": (sizes.num_experts, sizes.d_model, sizes.d_ff)}
     pairs = {"up": (adapters.up_a, adapters.up_b), "down": (adapters.down_a, adapters.down_b)}
     for name, (a, b) in pairs.items():
@@ -207,6 +196,13 @@ def _check_sizes(found: BlockSurvey, sizes: Sizes, adapters: ExpertAdapters, gat
                 f"lora: the adapter of {found.block.prefix} must be of {name} weights {list(wanted[name])}, "
                 f"got {[len(a), b.shape[1], a.shape[2]]}"
             )
+    reader = _MergedReader(found, layout, sizes, adapters)
+    for key in layout.select(bias=False):
+        for number, short in key.names(sizes.num_experts):
+            stored = found.experts[short]
+            if stored.shape != key.shape(sizes):
+                raise NotImplementedError(f"lora: {stored.name} holds zero experts, with which no adapter is merged")
+            yield reader.output(found.block.weights[short][0], key, number, stored.dtype)
 
 
 def _merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:  # [out, in]

@@ -1,6 +1,6 @@
 """Defines the layouts of the experts' tensors in published checkpoints: one tuple of keys per layout.
 
-A `Key` names a tensor relative to the MoE block, and maps one expert's matrix in this tensor to rows of our parameters.
+A `Key` names a tensor relative to the MoE block, and maps one expert's matrix in this tensor to rows of a parameter.
 `Key.disk_parts` returns a view of the matrix on disk. `Key.parameter_parts` returns a view of the parameter. Both views
 have the same shape, so one `copy_` between the views reads or writes the matrix without changing a bit.
 """
@@ -64,7 +64,7 @@ class Key:
 
     @property
     def is_in_order(self) -> bool:
-        """Return whether the elements of a matrix have the same order on disk as in our parameter."""
+        """Return whether the elements of a matrix have the same order on disk as in the layer's parameter."""
         return not (self.transposed or self.interleaved)
 
     @property

@@ -29,8 +29,8 @@ def keep_stored_weights(module: Any, plan: Plan, files: CheckpointFiles) -> str:
     """Replace the expert weights of a layer on the meta device by quantised weights. Return the format's name.
 
     Raises:
-        ValueError: the experts on disk are not quantised, are in an unsupported format or in several formats, have
-            scales of several dtypes, or have scales that do not fit the layer's order of rows.
+        ValueError: the experts on disk are not quantised, or not in one supported format. The scales have several
+            dtypes, or do not fit the layer's order of rows.
     """
     formats = set()
     for name in WEIGHTS:

@@ -163,8 +163,11 @@ class Planner:
                     longer = stacked.get(name) == key.shape(with_zero_experts)
                     shape = key.shape(with_zero_experts if longer else plan.sizes)
                     self._fill(plan, name, f"experts.{key.parameter}", shape, key, held)
-                elif number < config.num_experts or name in self.unused:
-                    self._skip(plan, name)
+                elif name in self.unused:
+                    del self.unused[name]
+                    plan.others.extend(self.block.weights[name][1][1])
+                elif number < config.num_experts:
+                    self.problems.append(f"missing: {self._full(name)}")
 
     def _plan_shared_expert(self, plan: Plan, config: MoEConfig) -> None:
         if config.shared_d_ff is None:
@@ -207,13 +210,6 @@ class Planner:
         else:
             plan.fills.append(Fill(stored, parameter, key, experts))
 
-    def _skip(self, plan: Plan, name: str) -> None:
-        if name not in self.unused:
-            self.problems.append(f"missing: {self._full(name)}")
-            return
-        del self.unused[name]
-        plan.others.extend(self.block.weights[name][1][1])
-
     def _describe(self, name: str, problems: list[str]) -> Stored | None:
         return describe(self.files, *self.block.weights[name], self.float8_block, problems)
 
@@ -232,8 +228,9 @@ class Planner:
 def ambiguous_scales(stored: Stored, key: Key) -> str | None:
     """Return an error text if a float8 tensor of gate and up has ambiguous scales, else None.
 
-    Blocks may divide the rows of gate and up together or separately. For n gate rows and blocks of b rows, these two
-    divisions differ but have equally many scales if n % b > 0 and ceil(2n / b) == 2 ceil(n / b).
+    Blocks may divide the rows of gate and up together or separately. Let n be the number of gate rows, and b the number
+    of rows of a block. The two divisions differ if n % b > 0. Shapes do not show which division was used if both have
+    equally many scales: ceil(2n / b) == 2 ceil(n / b).
     """
     if stored.encoding != "float8" or len(key.parts) == 1 or key.interleaved:
         return None

@@ -98,16 +98,12 @@ class LoadReport:
         parts = ("down",) if name.endswith("_down") else up
         return [(e, part) for e in (self.experts if owner == "experts" else [None]) for part in parts]
 
-    def _quantization_text(self) -> str:
-        if self.kept_format:
-            return f", experts kept as {self.kept_format}"
-        return f", dequantised from {', '.join(self.quantization)}" if self.quantization else ""
-
     def __str__(self) -> str:
         config = self.config
+        text = f", dequantised from {', '.join(self.quantization)}" if self.quantization else ""
+        text = f", experts kept as {self.kept_format}" if self.kept_format else text
         lines = [
-            f"{self.prefix} of {self.directory}: {self.model_type}, layout {self.layout} (family {self.family})"
-            + self._quantization_text(),
+            f"{self.prefix} of {self.directory}: {self.model_type}, layout {self.layout} (family {self.family}){text}",
             f"{config.num_experts} experts [{self.experts.start}, {self.experts.stop}) loaded, "
             f"d_model {config.d_model}, d_ff {config.d_ff}, top {config.top_k}, {config.activation}",
             f"{sum(len(tensor.names) for tensor in self.tensors)} tensors used once each, "

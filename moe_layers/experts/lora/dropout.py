@@ -38,20 +38,16 @@ def compute_with_dropout(
     offsets, options = permutation.offsets, {"implementation": implementation}
     rows = permute(tokens, permutation, **options)  # [R, D]
     if weight_on_input:
-        row_weights = _row_weights(topk_weights, permutation)
+        # Scatter the routing weights to the rows [R]. Slots without a row write to an extra element, which is cut off.
+        num_rows = len(permutation.row_to_token)
+        row = torch.where(permutation.slot_to_row < 0, num_rows, permutation.slot_to_row).flatten().long()
+        row_weights = topk_weights.new_zeros(num_rows + 1).scatter(0, row, topk_weights.flatten())[:num_rows]
         rows = (rows.to(row_weights.dtype) * row_weights[:, None]).to(rows.dtype)
     up, down = ([(scaled_factors(part, target), rate) for part, rate in adapters] for target in TARGETS)
     preactivation = _adapted_product(rows, weights.w_up, weights.b_up, up, offsets, **options)  # [R, 2F] or [R, F]
     activated = apply_activation(preactivation, activation, **options)  # [R, F]
     out = _adapted_product(activated, weights.w_down, weights.b_down, down, offsets, **options)  # [R, D]
     return combine(out, None if weight_on_input else topk_weights, permutation.slot_to_row, **options)
-
-
-def _row_weights(topk_weights: Tensor, permutation: Permutation) -> Tensor:  # [R]
-    """Return the routing weight of each row, or 0 for padding rows."""
-    num_rows = len(permutation.row_to_token)
-    row = torch.where(permutation.slot_to_row < 0, num_rows, permutation.slot_to_row).flatten().long()
-    return topk_weights.new_zeros(num_rows + 1).scatter(0, row, topk_weights.flatten())[:num_rows]
 
 
 def _adapted_product(

@@ -56,7 +56,17 @@ def supported_arguments(kernel, device):
     """Return random operands of unit scale, with NaN in outputs. Skip the test if the kernel cannot run."""
     if device == "cuda" and (error := kernel.obstacle or kernel.supports_cc(device_cc(torch.device("cuda", 0))).error):
         pytest.skip(error)
-    args = _arguments_for(kernel, device)
+    metadata, generator = kernel.metadata, torch.Generator(device).manual_seed(0)
+
+    def draw(operand, *shape):
+        stored = (*shape[:-2], shape[-1], shape[-2]) if operand.layout == "column" else shape
+        values = torch.randn(stored, device=device, generator=generator).to(operand.dtype)
+        return values.mT if operand.layout == "column" else values
+
+    def unwritten(*shape):
+        return torch.full(shape, torch.nan, device=device, dtype=metadata.operands.out.dtype)
+
+    args = _MAKERS[kernel.arguments_class](kernel, draw, unwritten, device)
     assert (status := kernel.supports(args)), status.error
     return args
 
@@ -99,21 +109,6 @@ def check_forward(args, a, b, offsets, bias=None):
             exact[: offsets[-1]] += bias.double().repeat_interleave(sizes, 0)
         baseline = activate(exact.to(args.out.dtype), args.epilogue)
         assert_accurate(args.out, baseline, activate(exact, args.epilogue), "activation")
-
-
-def _arguments_for(kernel, device):
-    metadata = kernel.metadata
-    generator = torch.Generator(device).manual_seed(0)
-
-    def draw(operand, *shape):
-        stored = (*shape[:-2], shape[-1], shape[-2]) if operand.layout == "column" else shape
-        values = torch.randn(stored, device=device, generator=generator).to(operand.dtype)
-        return values.mT if operand.layout == "column" else values
-
-    def unwritten(*shape):
-        return torch.full(shape, torch.nan, device=device, dtype=metadata.operands.out.dtype)
-
-    return _MAKERS[kernel.arguments_class](kernel, draw, unwritten, device)
 
 
 def _grouped(kernel, draw, unwritten, device):

@@ -212,7 +212,7 @@ def exact_step(experts, rows, dout, topk_weights, hidden):
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("few_rows", [False, True])
 def test_step_of_backward(few_rows, overwrite, copies, device, emulated, monkeypatch):
-    """Gradients of pre-activations and routing weights, with dropped slots, and rows copied or gathered."""
+    """Compare gradients of pre-activations and routing weights, with dropped slots, and rows copied or gathered."""
     copied = selection.Copies(False, copies, False)
     monkeypatch.setattr(selection, "choose_copies", lambda *args: copied)
     operands = draw_step(device, DTYPES[-1], few_rows=few_rows)

@@ -85,7 +85,7 @@ def test_rows_past_the_groups_stay_unwritten_on_request(kernel, device):
 
 @pytest.mark.parametrize("gather", [False, True])
 def test_any_layout(gather, device):
-    """Scales and operands by rows or columns, and a float32 result."""
+    """Kernels take scales and operands by rows or columns, and give a float32 result."""
     args = draw("partial_blocks", device, gather=gather, out_dtype=torch.float32, row_scales=False)
     args = dataclasses.replace(args, B=args.B.contiguous(), scale_b=args.scale_b.contiguous())
     selection.run(args)

@@ -177,7 +177,6 @@ def test_biases_that_a_kernel_refuses(kernel):
         assert kernel.takes(dataclasses.replace(args, bias=bias)).error.startswith(error)
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # NumPy, in the interpreter
 @pytest.mark.parametrize(
     ("kernel", "activation"),
     [

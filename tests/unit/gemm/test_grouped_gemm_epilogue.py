@@ -251,16 +251,6 @@ def test_wgrad_out(device):
             assert_accurate(out, baseline, expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_wgrad_is_differentiable(dtype, device):
-    def draw_wgrad(seed):
-        a, _, offsets = draw("odd_sizes", dtype, device, seed=seed)
-        return a, draw("odd_sizes", dtype, device, seed=seed + 50)[0][:, :33].contiguous(), offsets
-
-    op = partial(grouped_gemm_wgrad, implementation="triton")
-    check_accuracy(op, reference.grouped_gemm_wgrad, draw_wgrad, ("out", "da", "ddout"))
-
-
 def test_repeats_bitwise(device):
     op = with_options(triton_gemm, BOTH, activation="swiglu")
     step = partial(run_with_grads, op, draw("odd_sizes", DTYPES[-1], device, BOTH))

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from moe_kernels import batched_gemm, grouped_gemm, grouped_gemm_wgrad
-from moe_kernels.testing import assert_accurate
+from moe_kernels.testing import check_accuracy, run_with_grads
 
 from ...dtypes import DTYPES
 
@@ -21,23 +21,13 @@ FORMS = {
 }
 
 
-def operands(form, dtype, device):
-    """Return both operands and a gradient of the product."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, generator=generator).to(device, dtype) for size in FORMS[form][:2])
-    dout = torch.randn(loops(a, b, offsets(form, "cpu")).shape, generator=generator).to(a)
-    return a, b, dout
+def draw(form, dtype, device, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(size, generator=generator).to(device, dtype) for size in FORMS[form][:2])
 
 
 def offsets(form, device):
     return None if form == "3d_3d" else torch.tensor([16, 16, 48], dtype=torch.int32, device=device)
-
-
-def results(function, form, a, b, dout):
-    """Return the product and the gradients of both operands."""
-    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
-    out = function(a, b, offs=offsets(form, a.device))
-    return out, *torch.autograd.grad(out, (a, b), dout)
 
 
 def loops(a, b, offs):
@@ -57,16 +47,14 @@ def loops(a, b, offs):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_the_product_of_each_group(form, dtype, implementation, device):
-    ours, tensors = partial(FORMS[form][2], implementation=implementation), operands(form, dtype, device)
-    actual, baseline = results(ours, form, *tensors), results(loops, form, *tensors)
-    exact = results(loops, form, *(tensor.double() for tensor in tensors))
-    for a, b, e in zip(actual, baseline, exact, strict=True):
-        assert_accurate(a, b, e, form)
+    offs = offsets(form, device)
+    ours = partial(FORMS[form][2], offs=offs, implementation=implementation)
+    check_accuracy(ours, partial(loops, offs=offs), partial(draw, form, dtype, device), ("out", "da", "db"))
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_pytorchs(form):
-    """On the CPU, where PyTorch's function takes float32."""
-    tensors = operands(form, torch.float32, "cpu")
-    actual, expected = (results(function, form, *tensors) for function in (FORMS[form][2], grouped_mm))
+    """Compare with PyTorch on the CPU, where its function takes float32."""
+    functions = (partial(function, offs=offsets(form, "cpu")) for function in (FORMS[form][2], grouped_mm))
+    actual, expected = (run_with_grads(function, draw(form, torch.float32, "cpu")) for function in functions)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -235,7 +235,7 @@ except RuntimeError as error:
 """
 
 
-@slow  # two processes in the interpreter; test_every_nth_launch_is_checked checks what it turns on
+@slow  # two processes in the interpreter; test_every_nth_launch_is_checked covers the checks themselves
 def test_the_environment_turns_it_on():
     """MOE_VERIFY changes no launch. Python -O leaves assertions out, which must not turn MOE_VERIFY off."""
     lines = {}

@@ -32,7 +32,7 @@ def test_nothing_to_sum(shape, device):
 
 
 def test_rounds_once(device):
-    """Adds half a unit in the last place twice; a sum rounded at each step would lose both."""
+    """The sum adds half a unit in the last place twice. Rounding at each step would lose both."""
     values = torch.tensor([1.0, 2**-11, 2**-11], device=device).half()
     out = torch.empty(1, 1, dtype=torch.float16, device=device)
     sum_shares(values[:1].view(1, 1), values.view(3, 1, 1), 0, out)

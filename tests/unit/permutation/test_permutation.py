@@ -106,8 +106,8 @@ def test_dropped_slots_add_nothing(implementation, device):
 
 @pytest.mark.parametrize("implementation", ["triton", "reference"])
 def test_padding_rows_are_zeros(implementation, device):
-    """They follow the last expert's rows, or lie between other rows, as after communication. NaN of a token without an
-    expert, or in the gradient of a padding row, reaches no result."""
+    """Padding rows follow the last expert's rows, or lie between other rows, as after communication. NaN of a token
+    without an expert, or in the gradient of a padding row, reaches no result."""
     experts = torch.tensor([[1, 9], [0, 1], [-1, -1]], dtype=torch.int32, device=device)
     sorted_slots = sort_by_expert(experts, 2, implementation=implementation)
     spaced = sorted_slots._replace(

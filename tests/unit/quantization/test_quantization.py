@@ -18,7 +18,7 @@ SHAPES = {"blocks": (2, 130, 192), "odd": (3, 5, 38), "tiny": (2, 3, 7), "one_ro
 
 
 def assert_same_bits(actual, expected):
-    """Equal bits, signs of zeros included; any NaN equals any other."""
+    """Check that bits are equal, signs of zeros included, where any NaN equals any other."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     nan = expected.isnan()
     assert torch.equal(actual.isnan(), nan)

@@ -63,7 +63,6 @@ def test_module_starts_with_neutral_factors():
     assert "input_norm_epsilon=1e-06" in repr(router)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, tracing a Function
 @pytest.mark.parametrize("spec", [RouterSpec.gemma4(1e-6), SPECS["deepseek_v3"], SPECS["sparsemixer"]], ids=str)
 def test_module_compiles_without_graph_break(spec, device):
     router = TopKRouter(16, 12, 2, router=spec, implementation="triton", device=device)

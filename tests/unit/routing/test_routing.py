@@ -73,11 +73,11 @@ def test_any_size_with_many_ties(num_tokens, num_experts, data, normalize, seed)
     torch.testing.assert_close(actual.topk_weights, expected.topk_weights)
 
 
-@pytest.mark.filterwarnings("ignore:(invalid value|All-NaN slice) encountered:RuntimeWarning")  # NumPy, interpreted
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # NumPy, in the interpreter
 @pytest.mark.parametrize("num_experts", [5, 64, 200, 512])
 def test_the_last_bits_of_a_logit_decide(num_experts, device):
-    """Some tokens' logits are adjacent float32 numbers; for others, only the last chosen and first unchosen logit
-    are."""
+    """All logits of the first tokens are adjacent float32 numbers. Other tokens have only two adjacent ones: the last
+    chosen and the first unchosen logit."""
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(40, num_experts, device=device, generator=generator)
     order = torch.rand(20, num_experts, device=device, generator=generator).argsort(-1)
@@ -149,18 +149,6 @@ def test_a_float32_weight_beside_shorter_tokens(spec, batch_invariant, device):
     assert {tensor.dtype for tensor in saved if tensor.shape == tokens.shape} == {dtype}
     torch.testing.assert_close((*routed, dw_router), (*expected, dw_router_float32), rtol=0, atol=0)
     assert dtokens.dtype == dtype and torch.equal(dtokens, dtokens_float32.to(dtype))
-
-
-@pytest.mark.parametrize("implementation", ["triton", "reference"])
-def test_autocast_rounds_nothing(implementation, device):
-    tokens = torch.randn(16, 32, device=device, requires_grad=True)
-    w_router = torch.randn(8, 32, device=device, requires_grad=True)
-    results = []
-    for enabled in (False, True):
-        with torch.autocast(device, torch.bfloat16, enabled=enabled):
-            weights = linear_routing(tokens, w_router, 2, implementation=implementation).topk_weights
-        results.append((weights, *torch.autograd.grad(weights[:, 0].sum(), (tokens, w_router))))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("normalize", [True, False])

@@ -67,20 +67,14 @@ def test_forms_do_not_pile_up(counted, monkeypatch):
     assert counted.calls == 11
 
 
-def changed(kind, tensor):
-    """Return a tensor that does not fit in place of this one."""
-    if kind == "list":
-        return tensor.tolist()
-    if kind == "dtype":
-        return tensor.to(torch.int16)
-    if kind == "device":
-        return tensor.to("meta")
-    if kind == "axes":
-        return tensor[None]
-    return torch.cat([tensor, tensor], -1)  # "size"
-
-
-KINDS = ("list", "dtype", "device", "axes", "size")
+# Functions that make an operand bad: a list, or a tensor of another dtype, device, number of axes or size.
+CHANGES = (
+    torch.Tensor.tolist,
+    lambda tensor: tensor.to(torch.int16),
+    lambda tensor: tensor.to("meta"),
+    lambda tensor: tensor[None],
+    lambda tensor: torch.cat([tensor, tensor], -1),
+)
 
 
 def bad_calls_raise(op, operands, names, **options):
@@ -88,9 +82,9 @@ def bad_calls_raise(op, operands, names, **options):
     for _ in range(2):
         op(**operands, **options)
         for name in names:
-            for kind in KINDS:
+            for change in CHANGES:
                 with pytest.raises(ValueError):
-                    op(**{**operands, name: changed(kind, operands[name])}, **options)
+                    op(**{**operands, name: change(operands[name])}, **options)
     op(**operands, **options)
 
 

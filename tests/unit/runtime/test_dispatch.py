@@ -169,7 +169,6 @@ def test_references_in_traced_graphs(op, operands):
         torch.testing.assert_close(graph(*others), expected)
 
 
-@pytest.mark.filterwarnings("ignore:.*deterministic:UserWarning")
 @pytest.mark.parametrize("op", ["grouped_gemm", "gated grouped_gemm", "grouped_gemm_wgrad", "jagged_gemm"])
 def test_compiled_references(op, operands):
     op = partial(OPS[op], implementation="reference")

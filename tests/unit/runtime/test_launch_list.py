@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(not HAS_TRITON or sys.platform != "linux", reaso
 
 @pytest.fixture
 def library(monkeypatch):
-    """The module without a CUDA driver: it launches lists without kernels."""
+    """Return the module without a CUDA driver, which launches lists without kernels."""
     launch_list._library.cache_clear()
     monkeypatch.setattr(launch_list, "DRIVER", None)
     yield launch_list._library()
@@ -51,7 +51,7 @@ def test_wrong_arguments_are_errors(library):
 
 @pytest.fixture
 def driver(library, tmp_path):
-    """The library `recording_driver.c`, whose functions the module calls from now on in this process."""
+    """Return the library of `recording_driver.c`, whose functions the module calls from now on in this process."""
     path = str(tmp_path / "driver.so")
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     source = Path(__file__).with_name("recording_driver.c")
@@ -63,7 +63,7 @@ def driver(library, tmp_path):
 
 
 def make_kernels(library):
-    """Two kernels that read the address of the first tensor, the second one 4 bytes further."""
+    """Return a list of two kernels that read the address of the first tensor, the second kernel 4 bytes further."""
     pointers = struct.pack("=IIQIIQ", 0, 0, 0, 8, 0, 4)
     kernels = struct.pack("=14Q", 11, 1, 1, 1, 4, 5, 0, 22, 3, 1, 1, 8, 6, 1)
     return library.make_list(bytes(16), struct.pack("=2I", 0, 8), struct.pack("=I", 0), pointers, b"", kernels)

@@ -28,7 +28,7 @@ def _copy_kernel(from_ptr, to_ptr):
 
 @pytest.fixture
 def replayed(monkeypatch):
-    """Makes a function of tensors a replayed one, which first launches a kernel."""
+    """Return a function that makes a function of tensors a replayed one, which first launches a kernel."""
     monkeypatch.setattr(replay, "_all", [])
 
     def make(function, launches=True):

@@ -39,7 +39,7 @@ def test_alignment():
 @pytest.mark.parametrize("variant", ["plain", "gpt_oss", "relu_bias", "weight_on_input_bias"])
 def test_experts_read_no_padding(variant, device, monkeypatch):
     """The padding is NaN."""
-    monkeypatch.setattr("moe_kernels.runtime.row_layout._LEAST_BYTES", 52)  # of the shortest rows, [R, F]
+    monkeypatch.setattr("moe_kernels.runtime.row_layout._LEAST_BYTES", 52)  # the bytes of the shortest rows, [R, F]
     check_accuracy(
         partial(run_variant, variant=variant),
         partial(run_variant, variant=variant, op=reference.fused_experts),
@@ -50,7 +50,7 @@ def test_experts_read_no_padding(variant, device, monkeypatch):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_opcheck_of_padded_rows(recompute, device, monkeypatch):
-    monkeypatch.setattr("moe_kernels.runtime.row_layout._LEAST_BYTES", 52)  # of the shortest rows, [R, F]
+    monkeypatch.setattr("moe_kernels.runtime.row_layout._LEAST_BYTES", 52)  # the bytes of the shortest rows, [R, F]
     tokens, weights, experts, *matrices = draw_variant(ODD, "plain", torch.float32, device)
     permutation = reference.sort_by_expert(experts, ODD.num_experts)
     leaves = [t.requires_grad_() for t in (tokens, weights, *matrices)]

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ....runtime.gluon import OBSTACLE, compiler_options, registers
 from ....runtime.launch import Launch
-from ....runtime.triton import cdiv
+from ....runtime.triton import triton
 from ....specs import is_gated
 from ...arguments.grouped import GroupedGemmArguments
-from ...kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
+from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import GroupedGemmKernel, kernel_name, num_programs
 from ..pointer import EXTRA
 from .descriptors import descriptor, form, matrices_descriptor, plain_descriptor, ragged_descriptor, rows_descriptor
@@ -61,14 +61,6 @@ def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
     return min(range(least, 2 * least + 1), key=unevenness)
 
 
-def _bias_status(bias: Tensor, dtypes: tuple[torch.dtype, ...]) -> Status:
-    if bias.dtype not in dtypes:
-        return Status(f"Operand `bias`: expected {' or '.join(map(str, dtypes))}, got {bias.dtype}")
-    if bias.stride(-1) != 1:
-        return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {bias.stride()}")
-    return SUPPORTED
-
-
 class WarpSpecializedGroupedGemm(GroupedGemmKernel):
     """Computes `out[start:end] = epilogue(A[start:end] @ B[g] + bias[g])` with contiguous or gathered rows of A. With
     an epilogue, `preactivation` gets A @ B[g]."""
@@ -79,7 +71,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if not (status := super().supports_design(args)):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
-        if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+        if pieces and triton.cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
             # The parts need more steps. Adding empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
@@ -89,7 +81,11 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             if args.bias.shape[-1] % (16 if gated else 8):
                 return Status(f"Operand `bias`: expected rows of whole 16 bytes, got {args.bias.shape[-1]} columns")
             # A thread has too few registers for a float32 bias together with a gated activation.
-            return _bias_status(args.bias, (args.A.dtype,) if gated else (args.A.dtype, torch.float32))
+            dtypes = (args.A.dtype,) if gated else (args.A.dtype, torch.float32)
+            if args.bias.dtype not in dtypes:
+                return Status(f"Operand `bias`: expected {' or '.join(map(str, dtypes))}, got {args.bias.dtype}")
+            if args.bias.stride(-1) != 1:
+                return Status(f"Operand `bias`: expected axis -1 contiguous, got strides {args.bias.stride()}")
         return status
 
     def _launch(self, args: GroupedGemmArguments) -> Launch:
@@ -104,11 +100,11 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
         pieces = _pieces(self.metadata.epilogue)
-        extra_steps = 0 if args.extra_a is None else cdiv(args.extra_a.shape[1], block_k)
+        extra_steps = 0 if args.extra_a is None else triton.cdiv(args.extra_a.shape[1], block_k)
         out_desc, activated_desc = ragged_descriptor(args.out, half), None
         if pieces:
             out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
-        num_column_tiles, programs = cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
+        num_column_tiles, programs = triton.cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
         band = design.group_tiles
         if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the last column tile has half width
             band = band_height(band, num_column_tiles, programs)
@@ -128,7 +124,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 num_columns,
                 num_column_tiles,
                 # Each of a tile's first steps writes one part of the previous tile. A tile needs a step for each part.
-                max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
+                max(triton.cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             {
                 "NUM_GROUPS": num_groups,

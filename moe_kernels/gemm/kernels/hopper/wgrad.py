@@ -8,7 +8,7 @@ import torch
 
 from ....runtime.gluon import OBSTACLE, registers
 from ....runtime.launch import Launch
-from ....runtime.triton import cdiv
+from ....runtime.triton import triton
 from ...arguments.grouped import WgradArguments
 from ...kernel import KernelMetadata, Operand, Status, WarpSpecializedDesign, WgradOperands
 from ..families import WgradKernel, kernel_name, num_programs
@@ -27,14 +27,11 @@ class WarpSpecializedWgrad(WgradKernel):
     def supports_design(self, args: WgradArguments) -> Status:
         if not (status := super().supports_design(args)) or not self.metadata.design.gather:
             return status
-        gathers_a = self._gathers_a()
+        block_k, block_n, _ = self.metadata.design.tile_shape
+        gathers_a = block_k < block_n
         if (args.a_row_to_token is None) == gathers_a or (args.dout_row_to_token is None) != gathers_a:
             return Status(f"Operand `{'A' if gathers_a else 'dout'}`: expected gathered, and only this one")
         return status
-
-    def _gathers_a(self) -> bool:
-        block_k, block_n, _ = self.metadata.design.tile_shape
-        return block_k < block_n
 
     def _launch(self, args: WgradArguments) -> Launch:
         design = self.metadata.design
@@ -64,8 +61,8 @@ class WarpSpecializedWgrad(WgradKernel):
                 table.order,
                 num_groups,
                 size_n,
-                cdiv(size_k, block_k),
-                cdiv(size_n, block_n),
+                triton.cdiv(size_k, block_k),
+                triton.cdiv(size_n, block_n),
             ),
             {**launch_options(design, "KNR"), **registers(design.gather, 0)},
         )

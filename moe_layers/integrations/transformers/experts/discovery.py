@@ -80,7 +80,8 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
             return None
         make_spec, forwards = swap.spec, {module: swap.forward}
         if swap.caller_forward is not None:
-            callers = _around(model, module, swap.caller)
+            blocks = (block for block in model.modules() if type(block).__name__ == swap.caller)
+            callers = [block for block in blocks if module in block.modules()]  # wrappers may be around the experts
             if not callers:
                 return None
             forwards |= dict.fromkeys(callers, swap.caller_forward)
@@ -89,15 +90,6 @@ def _found(model: nn.Module, name: str, module: Any, implementation: str | None,
             f"enable: the forward of {type(replaced).__name__} must be its class's own, got a replaced one"
         )
     return Found(name, module, make_spec(module, implementation), forwards)
-
-
-def _around(model: nn.Module, module: nn.Module, kind: str) -> list[nn.Module]:
-    """Return the modules of class `kind` that contain `module`, directly or inside wrappers."""
-    return [
-        block
-        for block in model.modules()
-        if type(block).__name__ == kind and any(inner is module for inner in block.modules())
-    ]
 
 
 def has_interface(module: nn.Module) -> bool:

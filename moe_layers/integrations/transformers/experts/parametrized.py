@@ -141,7 +141,7 @@ def _names(experts: nn.Module) -> Iterator[str]:
 
 
 def _read(experts: Any, name: str) -> _Stored | None:
-    """Return a parameter's stored form if it has exactly one parametrization, of a known kind. Else return None."""
+    """Return a parameter's stored form. Return None unless the parameter has one parametrization, of a known kind."""
     chain = getattr(experts, "parametrizations", {})
     if name not in chain or len(chain[name]) != 1:
         return None

@@ -180,7 +180,9 @@ def _reason_against(wrapper: Any) -> str | None:
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
     if spec is not None and ATTRIBUTE not in vars(experts):
         return f"a {type(experts).__name__} is around its experts"
-    if spec is None or not _is_computed_here(experts):
+    # Calls of the experts may not reach `experts_forward`, because the user may have chosen another implementation.
+    is_computed_here = is_replaced(experts) or DISPATCHED in vars(experts)
+    if spec is None or not (is_computed_here or experts.config._experts_implementation == NAME):
         return "moe_layers does not compute its experts"
     if spec.normed:
         return "a norm follows its experts"
@@ -197,11 +199,6 @@ def _held_by(wrapper: nn.Module) -> Any:
     while (inner := module._modules.get("base_layer", module._modules.get("_orig_mod"))) is not None:
         module = inner
     return module
-
-
-def _is_computed_here(experts: Any) -> bool:
-    """Return whether calls of the experts reach `experts_forward`. The user may have chosen another implementation."""
-    return is_replaced(experts) or DISPATCHED in vars(experts) or experts.config._experts_implementation == NAME
 
 
 def _reason_against_adapter(wrapper: Any, adapter: str) -> str | None:

@@ -16,7 +16,7 @@ from moe_kernels.runtime.pytorch import has_saved_tensors_hooks
 def rebuilt_in_backward(
     copy: Tensor, parameters: tuple[Any, ...], build: Callable[..., Any]
 ) -> AbstractContextManager[None]:
-    """Return a context in which autograd saves `parameters` instead of `copy`. Backward then computes the copy anew, as
+    """Return a context in which autograd saves `parameters` instead of `copy`. Backward then computes the copy as
     `build(*parameters).to(copy.dtype)`.
 
     The context does nothing if gradients are disabled, or for inference tensors, which have no version. Under

@@ -43,7 +43,7 @@ class RouterForm:
 
     operands: LinearRouter  # without the router's parameters
     attributes: dict[str, Any]  # the router's numbers and strings, which other code may change later
-    implementation: str | None  # of the experts: "triton", or None to choose by device
+    implementation: str | None  # the experts' implementation: "triton", or None to choose by device
     child: str  # name of the router in its block
     block: nn.Module | None  # None in a copy of the router alone, such as PEFT's `modules_to_save` makes
     forwards: tuple[Any, Any, Any]  # forwards of the classes of block, router and experts, which other code may replace
@@ -63,6 +63,7 @@ def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, An
 
 
 def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
+    modes = [] if torch.compiler.is_dynamo_compiling() else _get_current_function_mode_stack()
     block, (of_block, of_router, of_experts) = form.block, form.forwards
     return (
         block is not None
@@ -73,13 +74,10 @@ def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
         and all([getattr(router, name) == value for name, value in form.attributes.items()])
         and not has_hooks(router)
         and _takes_routing(block._modules.get("experts"), of_experts)
-        and (torch.compiler.is_dynamo_compiling() or not any(map(_sees_ops, _get_current_function_mode_stack())))
+        # torch.set_default_device sets a DeviceContext, which only adds a device. Other modes may see each op.
+        and all([type(mode) is DeviceContext for mode in modes])
         and runs_unseen(form.implementation, tokens)
     )
-
-
-def _sees_ops(mode: Any) -> bool:
-    return type(mode) is not DeviceContext  # torch.set_default_device sets a DeviceContext, which only adds a device
 
 
 def _takes_routing(experts: Any, forward: Any) -> bool:

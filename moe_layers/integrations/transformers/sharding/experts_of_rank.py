@@ -53,7 +53,7 @@ class Sharing:
 
         On each rank, the gradient of a whole parameter covers the rank's own experts and the tokens of all ranks. The
         complete gradient is the sum over ranks. If `average_gradients`, the dispatcher and data parallelism both divide
-        by the number of ranks. The factor is then the number of ranks, to undo one division. Else the factor is 1.
+        by the number of ranks. The factor is then the number of ranks, to undo one division. Else, the factor is 1.
         """
         return self.ranks.size if self.style.average_gradients else 1
 
