@@ -1,4 +1,5 @@
-"""Explain which kernels run, measure and tabulate the fastest ones ahead of time, show tables, verify their entries.
+"""Run a command. `explain` says which kernels run. `tune` measures kernels ahead of time and tabulates the fastest.
+`show` prints tables, and `verify` checks their entries.
 
     python -m moe_kernels explain 16384,2048,768,128,8     # tokens, d_model, d_ff, num_experts, top_k
     python -m moe_kernels tune 16384,2048,768,128,8 --seconds 600

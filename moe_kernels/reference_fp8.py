@@ -124,12 +124,12 @@ class _Linear(torch.autograd.Function):
 
 
 class _WeightedLinear(torch.autograd.Function):
-    """Computes rows @ weight^T, and sums each token's products times their routing weights w. Backward rounds a token's
-    upstream gradient to e4m3 before the multiplication by w. `kept` is `rows`, or a less precise copy of `rows`.
-    Backward reads `kept` instead of `rows`, and gives the gradient of the rows to `kept` only. dA' is this gradient
-    without the factor w. gather(dout) holds the upstream gradient of each row's token:
+    """Computes rows @ weight^T. A token's result is the sum of its rows' products, each times its routing weight w.
+    `kept` is `rows`, or a less precise copy of `rows`. The backward pass reads `kept` instead of `rows`, and gives the
+    gradient of the rows to `kept` only. g is the upstream gradient of each row's token. dA' is the gradient of the
+    rows without the factor w. For dA', g is rounded to e4m3 before the multiplication by w:
 
-        dA' = gather(dout) @ weight    dkept = w * dA'    dw = <dA', kept>    dweight = gather(dout)^T @ (w * kept)
+        dA' = e4m3(g) @ e4m3(weight)    dkept = w * dA'    dw = <dA', kept>    dweight = g^T @ (w * kept)
     """
 
     @staticmethod
@@ -174,9 +174,9 @@ def fused_experts(
     weight_on_input: bool = False,
     saves_fp8: bool = False,
 ) -> Tensor:  # [T, D]
-    """Compute `reference.fused_experts` with e4m3 operands in four of its six GEMMs: the two of forward, and the two
-    that compute gradients of rows. The other two GEMMs, for gradients of weights, have operands in the dtype of the
-    tokens. With `saves_fp8`, backward reads the pre-activations as e4m3 numbers with scales."""
+    """Compute `reference.fused_experts` with e4m3 operands in four of its six GEMMs: the two of the forward pass, and
+    the two that compute gradients of rows. The other two GEMMs, for gradients of weights, have operands in the dtype of
+    the tokens. With `saves_fp8`, the backward pass reads the pre-activations as e4m3 numbers with scales."""
     offsets, slot_to_row = permutation.offsets, permutation.slot_to_row
     rows = reference.permute(tokens, permutation)  # [R, D]
     if weight_on_input:

@@ -29,7 +29,7 @@ class RouterSpec:
         logit_softcap: if set, the logits become softcap * tanh(logits / softcap).
         sparsemixer_jitter: if set, the router is a top-2 SparseMixer in evaluation mode. The router chooses the expert
             with the highest logit, then the expert with the highest of the other logits. Each weight is a softmax over
-            the experts whose logits differ by at most the relative distance `2 * jitter` from the chosen logit.
+            experts not chosen before, whose logits are within the relative distance `2 * jitter` of the chosen logit.
             Settings below are ignored, except `per_expert_scale`, `scale` and `weight_on_input`.
         selection_bias: "score" adds a bias [E] without gradient to the scores, for selection only. "logit" adds the
             bias to the logits instead. None, the default, means no bias.
@@ -125,7 +125,7 @@ class RouterSpec:
 
     @property
     def single_weight_is_one(self) -> bool:
-        """Return whether a single chosen expert (top-1) has the weight `scale` whatever its logit is, because
+        """Return whether a single chosen expert (top-1) has the same weight whatever its logit is, because
         normalisation divides the single score by itself."""
         # Epsilons and minimums below 1e-3, such as the published 1e-20 to 1e-6, only avoid a division by zero.
         return self.normalize and max(self.norm_epsilon, self.norm_minimum) < 1e-3 and self.sparsemixer_jitter is None

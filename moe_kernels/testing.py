@@ -195,11 +195,11 @@ def check_accuracy(
 
 
 def hold_to_budget(measure: Callable[..., dict[str, Errors]]) -> None:
-    """Check that each error is within its budget. Measure again with larger samples if an error is 1 to 2 budgets.
+    """Check that each error is within budget. Measure again with larger samples if an error is 1 to 2 times the budget.
 
-    If errors are sums of a few products, the largest of 64 errors by chance exceeds twice the largest of 64 other
-    errors in about 1 % of cases. With samples of 256 errors, this happens in 0.2 % of cases. A real error exceeds
-    its budget again.
+    Errors may be sums of only a few products. The largest of 64 such errors then exceeds twice the largest of 64
+    others by chance, in about 1 % of cases. With samples of 256 errors, this happens in 0.2 % of cases. A real error
+    exceeds its budget again.
 
     Args:
         measure: a function of `seeds` and `num_elements`, such as `measure_errors` with its other arguments bound.
@@ -224,9 +224,9 @@ def measure_errors(
 ) -> dict[str, Errors]:
     """Return, by name, the errors that `check_accuracy` checks.
 
-    The budget compares largest errors, and the largest of a few numbers varies by chance. Small results are therefore
-    computed again from further seeds, until the draws of every nonzero result have `num_elements` nonzero elements in
-    total. The errors cover all draws together.
+    The budget compares largest errors, and the largest of a few numbers varies by chance. Inputs are therefore
+    drawn with further seeds, until each nonzero result has `num_elements` nonzero elements over all draws, or `seeds`
+    end. The errors cover all draws together.
 
     Raises:
         AssertionError: a shape or dtype is wrong, or NaN appears at other positions than in float64.

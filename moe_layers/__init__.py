@@ -70,7 +70,7 @@ __all__ = [
     "update_selection_bias",
 ]
 
-# Load these names on first use. Their modules import torch.distributed.tensor, which takes half as long as PyTorch.
+# Load on first use: these modules import torch.distributed.tensor, which takes half as long as importing PyTorch.
 _ON_FIRST_USE = {"ExpertParallel": "parallel.expert_parallel", "clip_grad_norm_": "parallel.gradient_clipping"}
 
 

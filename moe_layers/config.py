@@ -162,8 +162,8 @@ class MoEConfig:
         """Return the number of floating-point operations of a token's forward: two per element of the used matrices.
 
         Backward takes twice as many operations. With `recompute="up"`, backward also repeats the products with `w_up`.
-        Activations, biases and the routing after the logits are not counted. A token needs fewer operations if it
-        chooses zero experts, or if a capacity drops some of its slots.
+        Activations, biases and the routing after the logits are not counted. A token needs fewer operations if some
+        of its chosen experts are zero experts, or if a capacity drops some of its slots.
         """
         return 2 * self._matrix_elements(min(self.top_k, self.num_experts))
 

@@ -41,13 +41,13 @@ def set_aux_loss_scale(model: nn.Module, scale: Tensor | None) -> None:
 
 
 def aux_losses(model: nn.Module) -> dict[str, Tensor]:
-    """Return the auxiliary loss of each layer's last forward with gradients, by layer name, for printing or logging.
+    """Return each layer's auxiliary loss by layer name, for printing or logging.
 
-    Each value is a scalar on the device: the sum of the layer's losses, weighted by `balance_losses`. The factor of
-    `set_aux_loss_scale` is not included. The values carry no gradient, because backward already adds the gradient.
-    Layers without an auxiliary loss are left out, so the result is empty if only a selection bias balances the model.
-    To differentiate a loss by hand, build the layer without `balance_losses`, and apply a loss function to the routing
-    that the forward returns with `return_routing=True`.
+    The loss is that of the layer's last call with gradients enabled. Each value is a scalar on the device: the sum of
+    the layer's losses, weighted by `balance_losses`, without the factor of `set_aux_loss_scale`. The values carry no
+    gradient, because backward already adds the gradient. Layers without an auxiliary loss are left out, so the result
+    is empty if only a selection bias balances the model. To differentiate a loss by hand, build the layer without
+    `balance_losses`, and apply a loss function to the routing that the forward returns with `return_routing=True`.
 
     Raises:
         ValueError: no layer has had a forward with an auxiliary loss. If only a selection bias balances the model, this
@@ -69,8 +69,8 @@ def observe(model: nn.Module) -> dict[str, RoutingObserver]:
 
     The model holds `MoEFeedForward` layers, or MoE blocks of transformers. To stop, set a layer's `observer` to None.
     In a transformers model, set `observer.router.observer` to None instead. Blocks of transformers read padding from
-    their model's attention mask, so pass the whole model. In these blocks, margins are differences of the scores from
-    which the router chooses the top-k.
+    their model's attention mask, so pass the whole model. In these blocks, a margin (see `RoutingStatistics`) is a
+    difference of the scores from which the router chooses the top-k.
 
     Raises:
         ValueError: the model has no MoE layer, or a layer has an unsupported router.

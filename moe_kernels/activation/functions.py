@@ -330,6 +330,6 @@ PLAIN_EPILOGUES = {name: ACTIVATIONS[name] for name in ("relu", "relu_squared", 
 
 
 def listed_epilogue(name: str) -> str:
-    """Return the activation that represents `name` in the kernel catalog and its tables: "relu" if `name` is plain,
-    "swiglu" if gated."""
+    """Return the activation under which the kernel catalog and its tables list kernels with the activation `name`:
+    "relu" for every plain activation, "swiglu" for every gated one."""
     return "relu" if name in PLAIN_EPILOGUES else "swiglu"

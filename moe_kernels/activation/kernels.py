@@ -89,11 +89,11 @@ def weighted_activation_backward_kernel(
     weights_ptr,  # [T * K]
     slot_to_row_ptr,  # [T * K]
     row_to_token_ptr,  # [R]; None: programs handle slots instead of rows
-    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] if destination_ptr is given, which names rows in [0, S)
+    dpreactivation_ptr,  # [R, 2F or F]; [S, 2F or F] if destination_ptr is given
     dpreactivation_stride,
     weighted_ptr,  # receives A_w: [R, F], equal to dweighted_ptr; [S, F] if destination_ptr is given
     weighted_stride,
-    destination_ptr,  # [T * K]: each slot's row in dpreactivation and weighted; None: slot_to_row names the rows
+    destination_ptr,  # [T * K], in [0, S): each slot's row in dpreactivation and weighted; None: the row in slot_to_row
     dweights_ptr,  # [T * K]; initialised to zeros if programs handle rows
     scaled_ptr,  # [R, 2F or F]: e4m3 bytes of dpreactivation, or None (then scales_ptr and num_rows are None, too)
     scales_ptr,  # [cdiv(2F or F, 128), R] contiguous

@@ -185,8 +185,8 @@ def _(preactivation, dactivated, activation, limit, alpha, interleaved):
 
 
 class Destination(NamedTuple):
-    """Tensors with S rows that receive the results of `launch_weighted_activation_backward`. A slot's row in these
-    tensors may differ from its row in the inputs."""
+    """Two tensors with S rows for results of `launch_weighted_activation_backward`, and the row of each slot in them.
+    This row may differ from the slot's row in the inputs."""
 
     dpreactivation: Tensor  # [S, 2F], or [S, F] if not gated; the column stride is 1
     weighted: Tensor  # [S, F]; the column stride is 1
@@ -205,7 +205,7 @@ def launch_weighted_activation_backward(
     destination: Destination | None = None,
     scaled: ScaledRows | None = None,  # [R, 2F or F]
 ) -> tuple[Tensor, Tensor]:  # dpreactivation shaped like preactivation, dtopk_weights [T, K] float32
-    """Return (dH, dw) of the elementwise step of the expert op's backward. Read `preactivation` and `dweighted` once.
+    """Run the elementwise step of the expert op's backward. Read `preactivation` and `dweighted` once. Return (dH, dw).
 
     H is the preactivation plus the bias, and A = activation(H) is recomputed. dA' is `dweighted`, and w is a row's
     routing weight. The results are dH = w * dA' * activation'(H), dw = <dA', A> and A_w = w * A. Rows of dropped slots

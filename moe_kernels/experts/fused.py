@@ -46,10 +46,9 @@ def fused_experts(
 ) -> Tensor:  # [T, D]
     """Send each token through its experts and sum the outputs with its routing weights.
 
-    Forward saves `tokens`, the pre-activations [R, 2F] and the routing for backward. No gradient of frozen operands is
-    computed. GEMMs and sums accumulate in float32; rows are stored in the dtype of the tokens. This function is
-    deterministic, needs no host synchronisation, and is differentiable in `tokens`, `topk_weights`, weights, biases and
-    adapters.
+    The forward pass saves `tokens`, the pre-activations [R, 2F] and the routing. Frozen operands get no gradient. GEMMs
+    and sums accumulate in float32; rows are stored in the dtype of the tokens. This function is deterministic, needs no
+    host synchronisation, and is differentiable in `tokens`, `topk_weights`, weights, biases and adapters.
 
     Quantised weights are frozen, and only their stored bytes are saved for backward. If experts have at least 512 rows
     on average, weights are dequantised to the dtype of the tokens, in forward and again in backward. Each weight is
@@ -130,7 +129,7 @@ def compute_experts(
                 "fused_experts: adds_to_main_grad needs the Triton kernels, got implementation 'reference'; add .grad "
                 "to main_grad after backward"
             )
-        # Tracers and quantised weights need the op: see `reference_op.py`.
+        # With a tracer or quantised weights, run the reference as a registered op: see `reference_op.py`.
         is_quantized = isinstance(weights.w_up, QuantizedWeight)
         run = reference_experts_op if is_quantized or is_traced(tokens) else run_reference
         experts, precision = operands.experts, operands.precision
@@ -168,7 +167,7 @@ def compute_chosen(
 
 
 class RoutedExperts(NamedTuple):
-    """The output of the experts. Most calls read only `out`, so properties return the routing's tensors on demand."""
+    """The experts' output and the routing. Most callers need only `out`, so properties return the routing on demand."""
 
     out: Tensor  # [T, D]
     buffer: Tensor  # see `SortedSlots`
@@ -294,7 +293,7 @@ def _check_adapters(adapters: ExpertAdapters, w_up: Weight, w_down: Weight) -> N
 
 
 def _check_factor(name: str, factor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    # All experts may share up_a, which multiplies tokens, and down_b, which gives outputs. A shared factor has E = 1.
+    # All experts may share the outer factors: up_a multiplies tokens, and down_b makes outputs. If shared, E is 1.
     allowed = [[1, *shape[1:]], list(shape)] if name in ("up_a", "down_b") else [list(shape)]
     if 0 in shape[1:] or list(factor.shape) not in allowed:
         wanted = " or ".join(map(str, allowed))

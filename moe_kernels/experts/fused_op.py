@@ -44,8 +44,8 @@ reduction. The adapters' scale is multiplied into up_b and down_b. With G = gath
     dup_b = dH^T @ (X @ up_a^T)                     dup_a = (dH @ up_b)^T @ X
 
 Forward saves X @ up_a^T [R, r]. Quantised weights are frozen. With many rows, each GEMM that reads such a weight has a
-further live tensor, a dequantised copy: of w_up in forward and for dtokens, of w_down in forward and for the hidden
-gradients.
+further live tensor, a dequantised copy. Forward needs copies of w_up and w_down. Backward needs a copy of w_down for
+the hidden gradients, and of w_up for dtokens.
 
 dw_up, the largest gradient, is allocated last, when the fewest other tensors are live. dw_down is computed first, so
 that A_w and the copy gather(dout) can be freed. Except with few rows per expert, A_w and this copy together are larger
@@ -100,7 +100,7 @@ class _Outputs(NamedTuple):
     preactivation: Tensor | None  # H [R, 2F or F], bytes of e4m3 with "fp8_saved"; None if backward recomputes H
     scales: Tensor | None  # [R, 2F / 128 or F / 128] float32, for H in e4m3
     low: Tensor | None  # [R, r]: gathered tokens @ up_a^T; None without an adapter of w_up
-    buffer: Tensor | None  # permutation and choice: see `SortedSlots`; None if the caller sorted the slots
+    buffer: Tensor | None  # permutation and the router's choice: see `SortedSlots`; None if the caller sorted
 
 
 @registered_op("fused_experts")
@@ -191,8 +191,8 @@ _gradients = Replayed("fused_experts_gradients", frees_operands=True)
 
 
 def _backward(ctx: Any, dout: Tensor | None, *_: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the gradients by operand name. The launches of all ops are replayed as one list, unless a dispatch mode or
-    profiler observes the ops."""
+    """Return the gradients by operand name. `run_as_one` replays the launches of all ops as one list, unless gradients
+    are enabled, a tensor is not plain, or a dispatch mode or profiler observes the ops."""
     if dout is None:
         return {}
     main_grads = {} if ctx.weights is None else _main_grads(ctx)
@@ -233,7 +233,7 @@ def read_by_backward(
     low: Tensor | None,
     buffer: Tensor | None,
 ) -> SavedForBackward:
-    """Return the operands and results of forward that backward reads. `_Outputs` describes the results."""
+    """Return what the backward pass reads: operands and results of the forward pass. `_Outputs` lists the results."""
     if buffer is not None:
         sorted_slots = operands.slots_in(buffer)
         operands = operands._replace(sorted_slots=sorted_slots)
@@ -249,10 +249,10 @@ def compute_gradients(
     needed: set[str],  # names of operands that need a gradient
     main_grads: dict[str, Tensor],  # name of a weight -> its `main_grad`
 ) -> dict[str, Tensor | None]:
-    """Return the gradients by operand name. Drop each tensor after its last use: see the table of live tensors."""
+    """Return the gradients by operand name. Drop each tensor after its last use, which the file's docstring lists."""
     saved = of_forward.pop()
     is_traced = type(dout) is not Tensor or torch.compiler.is_dynamo_compiling()
-    if not is_traced:  # a traced op slices the buffer itself: Inductor would compile a slice made here a second time
+    if not is_traced:  # traced ops slice the buffer inside: Inductor would compile a slice made here twice
         saved = saved._replace(operands=saved.operands._replace(rows=saved.operands.placed(), sorted_slots=None))
     operands, low, experts, router = saved.operands, saved.low, saved.operands.experts, saved.operands.router
     needs_router = router is not None and not needed.isdisjoint({"tokens", "w_router", "logit_bias"})
@@ -302,8 +302,8 @@ def _of_input(made: UpGradients, dtopk_weights: Tensor) -> Tensor:
 def _router_gradients(
     operands: ExpertOperands, dtopk_weights: Tensor, dtokens: Tensor | None, needed: set[str]
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of the router's operands. If no earlier launch has added the router's part to the
-    gradient of the tokens, add this part and return the sum."""
+    """Return the gradients of the router's operands. The tokens' gradient has a part through the routing weights. If no
+    earlier launch has added this part to `dtokens`, also return `dtokens` plus this part."""
     router, topk_weights, topk_experts = operands.router, operands.topk_weights, operands.topk_experts
     assert router is not None and topk_weights is not None and topk_experts is not None
     needs = RouterNeeds.of(needed - {"tokens"} if operands.fuses_router_gradient() else needed)

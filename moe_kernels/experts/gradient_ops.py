@@ -61,7 +61,7 @@ def hidden_gradients_op(
     operands, preactivation, scales, _ = saved
     tokens, topk_weights, rows, experts = operands.tokens, operands.topk_weights, operands.placed(), operands.computed()
     assert topk_weights is not None
-    is_own = operands.recompute or scales is not None  # whether this op computes its own H, which it may overwrite
+    is_own = operands.recompute or scales is not None  # whether this op computes H itself, so that dH may overwrite H
     if preactivation is None:
         preactivation, *_ = activate(experts, rows, rows.as_read(tokens), topk_weights)
     elif scales is not None:

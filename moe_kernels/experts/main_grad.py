@@ -12,7 +12,7 @@ from ..runtime.pytorch import will_run
 
 
 def is_accumulated(name: str, node: Any) -> bool:
-    """Return whether the running backward executes the node that accumulates a weight's gradient.
+    """Return whether the current backward pass executes the node that accumulates a weight's gradient.
 
     Raises:
         ValueError: `torch.autograd.grad` runs the backward and returns this gradient instead of accumulating it.

@@ -53,7 +53,7 @@ class ExpertOperands(NamedTuple):
         return self.topk_weights.shape[1]
 
     def computed(self) -> Experts:
-        """Return the experts that forward and the gradients of rows read. With a `precision`, the weights are e4m3."""
+        """Return the experts for the forward pass and the gradients of rows. With a `precision`, weights are e4m3."""
         return self.experts if self.precision is None else self.experts.scaled(self.forms or ScaledForms())
 
     def placed(self) -> Rows:
@@ -65,11 +65,11 @@ class ExpertOperands(NamedTuple):
         return Rows.of(permutation, reserved_sms=0, batch_invariant=self.batch_invariant)
 
     def empty_slots(self) -> SortedSlots:
-        """Return uninitialised `sorted_slots`, with space for the choice of the `router`."""
+        """Return uninitialised `sorted_slots`. With a `router`, they have space for its chosen experts and weights."""
         return SortedSlots.empty(self.tokens, self.top_k, self.num_experts, has_choice=self.router is not None)
 
     def slots_in(self, buffer: Tensor) -> SortedSlots:
-        """Return the `sorted_slots` that forward wrote to the buffer."""
+        """Return the `sorted_slots` that the forward pass wrote to the buffer."""
         return SortedSlots(buffer, self.top_k, self.num_experts)
 
     def fuses_router_gradient(self) -> bool:

@@ -82,7 +82,7 @@ def _run_by_token(
     experts = torch.where(permutation.slot_to_row < 0, -1, experts)  # [T, K]
     adapters = options.get("adapters")
     shared = w_up, w_down, options["b_up"], options["b_down"], *([] if adapters is None else adapters[:4])
-    # Autograd sums the tokens' gradients of each shared tensor in float32.
+    # Widen the tensors that all tokens share, so that autograd sums their gradients over tokens in float32.
     wide = [tensor if tensor is None or not torch.is_grad_enabled() else widened(tensor) for tensor in shared]
 
     def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:

@@ -241,7 +241,7 @@ class Rows(NamedTuple):
         return out.contiguous() if add_to is None else add_to
 
     def choose_copies(self, tokens: Tensor, weights: ExpertWeights) -> selection.Copies:
-        """Return a flag for each gather: True if a separate copy gathers the rows, False if the GEMM gathers them.
+        """Return `selection.Copies`: True for a gather by a separate copy, False for a gather inside the GEMM.
         `tokens` may also be `dout`, because only dtype and device are read."""
         d_ff, w_up = weights.w_down.shape[2], weights.w_up
         if isinstance(w_up, ScaledWeight) or (isinstance(w_up, QuantizedWeight) and self.decodes(w_up)):

@@ -88,7 +88,7 @@ class Experts(NamedTuple):
         return cls(weights, factors, *settings, weight_on_input)
 
     def scaled(self, forms: ScaledForms) -> Experts:
-        """Return a copy of the experts in which the weights also have the e4m3 `forms`."""
+        """Return the experts with each weight as a `ScaledWeight`: the trained weight and its e4m3 `forms`."""
         (w_up, w_down, *_), f = self.weights, forms
         assert isinstance(w_up, Tensor) and isinstance(w_down, Tensor)
         up = ScaledWeight(w_up, f.up, f.up_scales, f.up_turned, f.up_turned_scales)
@@ -150,8 +150,8 @@ class HiddenGradients(NamedTuple):
     weighted: Tensor  # A_w [R, F]: A times routing weights, or A with weight_on_input; dA' if a `Destination` gets A_w
     dtopk_weights: Tensor  # [T, K] float32; invalid with weight_on_input: use the gradient in `UpGradients`
     drows: Tensor | None  # [R, D]: dout copied to rows; None if GEMMs gather dout, or if w_down needs no gradient
-    down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without adapters
-    up_low: Tensor | None  # dH @ up_b [R, r]; None without adapters, or if dH is written to a `Destination`
+    down_low: Tensor | None  # gather(dout) @ down_b [R, r]; None without an adapter of w_down
+    up_low: Tensor | None  # dH @ up_b [R, r]; None without an adapter of w_up, or if a `Destination` gets dH
     scaled: Tensor | None = None  # dH in e4m3 [R, 2F or F], if dX is computed from e4m3 operands
     scaled_scales: Tensor | None = None  # [R, 2F / 128 or F / 128]
 
@@ -299,9 +299,9 @@ def up_adapter_gradients(
     up_low: Tensor,  # dH @ up_b [R, r]
     topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
-    """Return (dH @ up_b)^T @ gather(tokens), and (gather(tokens) @ up_a^T)^T @ dH. Memory bandwidth bounds these narrow
-    products. Without `weight_on_input`, the GEMMs gather, because tokens [T, D] fit the L2 cache better than rows
-    [R, D]."""
+    """Return dup_a = (dH @ up_b)^T @ gather(tokens), and dup_b^T = (gather(tokens) @ up_a^T)^T @ dH. Memory bandwidth
+    bounds these narrow products. Without `weight_on_input`, the first GEMM gathers, because tokens [T, D] fit the L2
+    cache better than rows [R, D]."""
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
     else:
@@ -313,10 +313,10 @@ def down_adapter_gradients(
     experts: Experts,
     rows: Rows,
     dout: Tensor,  # [T, D]
-    weighted: Tensor,  # A_w [R, F]
+    weighted: Tensor,  # A_w [R, F]: A times routing weights, or A with weight_on_input
     down_low: Tensor,  # gather(dout) @ down_b [R, r]
 ) -> tuple[Tensor, Tensor]:  # ddown_a [E, r, F], ddown_b transposed [E, r, D]
-    """Return (gather(dout) @ down_b)^T @ A_w, and (A_w @ down_a^T)^T @ gather(dout)."""
+    """Return ddown_a = (gather(dout) @ down_b)^T @ A_w, and ddown_b^T = (A_w @ down_a^T)^T @ gather(dout)."""
     down_a = experts.adapters.down_a
     assert down_a is not None
     low = rows.gemm(weighted, down_a.transpose(1, 2))
@@ -327,7 +327,7 @@ def up_input_gradient(
     experts: Experts,
     rows: Rows,
     dpreactivation: Tensor | ScaledRows,  # dH [R, 2F or F]
-    up_low: Tensor | None,  # dH @ up_b [R, r]; None without adapters
+    up_low: Tensor | None,  # dH @ up_b [R, r]; None without an adapter of w_up
 ) -> Tensor:  # [R, D]
     """Return dX = dH @ w_up."""
     up_a = experts.adapters.up_a

@@ -62,8 +62,8 @@ def invariant_linear(
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """Return a float32 copy of a 16-bit tensor, and other tensors unchanged. Autograd sums the gradients of all uses of
-    a tensor in its dtype, so 16-bit tensors must be widened before a loop over tokens."""
+    """Return a float32 copy of a 16-bit tensor, and other tensors unchanged. If a tensor is used repeatedly,
+    autograd sums the gradients in the tensor's dtype. Therefore widen 16-bit tensors before a loop over tokens."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 

@@ -88,7 +88,7 @@ class Design:
     gather: bool = False  # whether the kernel gathers the rows of an operand by an index
     persistent: bool = False
     tma: bool = False
-    group_tiles: int = 8  # number of row tiles computed for a column tile before the next one, to reuse data in L2
+    group_tiles: int = 8  # number of row tiles in a band, whose tiles are computed column by column to reuse data in L2
     programs_per_sm: int = 1  # maximum number of programs per SM, in kernels for lists of products
 
     def blocks(self, axes: str) -> dict[str, int]:
@@ -263,8 +263,8 @@ class Kernel(abc.ABC):
     @abc.abstractmethod
     def estimate(self, args: Any) -> float:
         """Return an estimated cost, to compare kernels that support the same arguments. The unit depends on the class
-        of the arguments. The cost is that of multiplying the padded tiles, or of reading the operands if reading takes
-        longer. `rule.best_first` divides the cost by the speed of the design."""
+        of the arguments. Most kernels count the multiplications of padded tiles. Some also count reads of weights,
+        decoding or start-up. `rule.best_first` divides the cost by the speed of the design."""
 
     def launch(self, args: Arguments) -> Launch | None:
         """Return the launch for these arguments, or None if there is nothing to write."""

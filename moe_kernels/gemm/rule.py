@@ -32,7 +32,7 @@ _DRIFTING = 0.85  # relative speed of a warp-specialised kernel if `_drifts` is 
 
 
 def _half_speed(args: Arguments) -> int:
-    """Return the multiplications per element read at which a kernel on an H100 has half its full speed.
+    """Return how many multiplications per element read give a kernel on an H100 half of its full speed.
 
     A larger result favours wide tiles. If a tile's piece of a row does not start at a cache line, the piece spans two
     lines, and loads limit the GEMM's speed. Tiles of 128x256 are then 1.19 to 1.35 times as fast as tiles of 128x128.

@@ -96,15 +96,15 @@ def planning(
 
 
 def target_cc(device: torch.device) -> int:
-    """Return the compute capability that kernels are selected for, such as 90 for 9.0: that of the target in
-    `planning`, else that of `device`. Return 0 if there is no target and `device` is no GPU."""
+    """Return the compute capability, such as 90 for 9.0, of the GPU to select kernels for. This GPU is the target in
+    `planning`, or `device` without a target. Return 0 if there is no target and `device` is no GPU."""
     if _planner.plan is not None and _planner.plan.target is not None:
         return _planner.plan.target.cc
     return device_cc(device) if device.type == "cuda" else 0
 
 
 def select(args: Arguments) -> Kernel:
-    """Return the kernel to run for these arguments. Arguments with equal `selection_key` get the same kernel.
+    """Return the kernel to run for these arguments. Arguments with equal `_key` get the same kernel.
 
     Raises:
         NotImplementedError: no kernel supports the arguments; the message holds each kernel's reason.
@@ -188,7 +188,7 @@ def _run(args: Arguments) -> Kernel | None:
 def _launch_selected(args: Arguments) -> Kernel | None:
     """Launch the selected kernel and return it, or return None if selection finds no kernel for the arguments."""
     kernel = find(args)
-    if kernel is not None and (launch := kernel.launch(args)) is not None:  # no launch: nothing to write
+    if kernel is not None and (launch := kernel.launch(args)) is not None:  # None: nothing to write
         run_launch(launch, args.A)
     return kernel
 
@@ -234,7 +234,7 @@ def _with_epilogue(listed: Kernel, args: Arguments) -> Kernel | None:
 
 
 def _taking(epilogue: str | None, kernel: Kernel) -> Kernel:
-    """Return the kernel with this epilogue, or the unchanged kernel if it has none or cannot apply this epilogue."""
+    """Return a kernel that applies this epilogue, or `kernel` itself if it has no epilogue or cannot apply this one."""
     if epilogue is None or epilogue not in kernel.epilogues or kernel.metadata.epilogue in (None, epilogue):
         return kernel
     return kernel.with_epilogue(epilogue)
@@ -280,10 +280,10 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
     The time of a copy does not depend on d_ff, but the time that a GEMM loses by gathering grows with d_ff. The rule
     therefore copies if d_ff >= 1280 and w_up's GEMM is warp-specialised. Other kernels lose little by gathering.
 
-    The copy of tokens in backward raises peak memory, because the copy exists together with the largest gradient. The
-    rule therefore makes this copy only if the result of w_up's GEMM also has at least 2560 columns. The result has
-    2 * d_ff columns with a gated activation, or d_ff with a plain one. In forward, only a GEMM that reads copied rows
-    can apply a plain activation in its epilogue.
+    The copy of tokens in the backward pass raises peak memory, because the copy exists together with the largest
+    gradient. The rule therefore makes this copy only if the result of w_up's GEMM also has at least 2560 columns. The
+    result has 2 * d_ff columns with a gated activation, or d_ff with a plain one. In the forward pass, only a GEMM that
+    reads copied rows can apply a plain activation in its epilogue.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.
@@ -334,13 +334,13 @@ def decide_copies(up: Kernel | None, d_ff: int, num_columns: int, entry: list[bo
 
 
 def pin_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, copies: Copies) -> None:
-    """Make `choose_copies` return `copies` in this process for an equal `_copies_key` without `assumed_rows`."""
+    """Make `choose_copies` return `copies` in this process for calls with this `_copies_key` and no `assumed_rows`."""
     _copies[(*_copies_key(tokens, w_up, d_ff, num_rows), None)] = copies
     clear_records()
 
 
 def _copies_key(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int) -> tuple[Any, ...]:
-    # The key holds everything that `copies_for` reads. `copies_for` does not read the strides of `tokens`.
+    # The key holds all that `copies_for` reads except `assumed_rows`. `copies_for` reads no strides of `tokens`.
     sizes, is_aligned = w_up.shape, w_up.data_ptr() % 16 == 0
     rows = rows_bucket(num_rows, sizes[0])
     return tokens.device, tokens.dtype, w_up.dtype, w_up.stride(), is_aligned, sizes, d_ff, rows

@@ -73,7 +73,7 @@ def _parts(num_rows: int, num_groups: int, block_rows: int) -> _Parts:
 
 
 def tile_table_bytes(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """Return the number of bytes of all tensors of a table."""
+    """Return the number of bytes of all tensors of a table, gaps included."""
     return 4 * _parts(num_rows, num_groups, block_rows).total
 
 

@@ -121,7 +121,7 @@ _FEWEST_TILES = 128  # with fewer tiles of _TILE_BYTES, SMs would be idle; each 
 
 def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
     """Return (tokens per program, columns per program, warps). Memory writes are fastest when no reads run at the same
-    time. With many tokens, a program therefore reads a whole tile before writing the tile's rows."""
+    time. With many tokens and no weights, a program therefore reads a whole tile before writing the tile's rows."""
     num_tokens, d_model = tokens.shape
     block_d = min(triton.next_power_of_2(d_model), 4096)
     block_t = _TILE_BYTES // (block_d * tokens.element_size())

@@ -93,7 +93,7 @@ def _check(topk_experts: Tensor, num_experts: int, max_rows: int | None) -> None
         raise ValueError(f"sort_by_expert: max_rows must be positive, got {max_rows}")
 
 
-# An op hides the slice of rows. Inductor would compile a visible slice a second time for small numbers of tokens.
+# This op hides the slice of rows from Inductor, which would compile the slice again for small numbers of tokens.
 @registered_op("bound_rows")
 def _bound_op(
     offsets: Tensor, slot_to_row: Tensor, row_to_token: Tensor, max_rows: int, block_rows: int
@@ -122,9 +122,9 @@ def _sort_op(
 
 
 class SortedSlots(NamedTuple):
-    """A permutation in one tensor, `buffer`, for sorts without `max_rows`. If made with `has_choice`, the buffer ends
-    with the weights [T, K] float32 and the experts [T, K] that the permutation sorts. Each part is a view of `buffer`
-    that starts at a multiple of 16 bytes."""
+    """A permutation in one tensor, `buffer`, for sorts without `max_rows`. With `has_choice`, `empty` reserves space at
+    the end of the buffer for the routing weights [T, K] float32 and the experts [T, K] int32 to sort. Each part is a
+    view of `buffer` that starts at a multiple of 16 bytes."""
 
     buffer: Tensor  # [N, 4] int32; the first E of its 4 * N elements are the offsets
     slots_per_token: int
@@ -155,7 +155,7 @@ class SortedSlots(NamedTuple):
         return Permutation(offsets, slot_to_row, row_to_token, TileTable(*table, block_rows=BLOCK_ROWS))
 
     def choice(self, num_tokens: int) -> tuple[Tensor, Tensor]:  # weights [T, K], experts [T, K]
-        """Return the weights and experts as views of `buffer`, which must have been made with `has_choice`."""
+        """Return the weights and experts as views of a `buffer` that `empty` made with `has_choice`."""
         shape = num_tokens, self.slots_per_token
         size, end = _padded_size(shape), self.buffer.storage_offset() + self.buffer.numel()
         weights, experts = self.buffer.view(torch.float32), self.buffer
@@ -184,8 +184,8 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
         grid = (table_programs + triton.cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
         return
-    # One warp sorts and scans 256 slots without shared memory or barriers. Each program writes E counts, so with many
-    # experts, fewer programs of 512 slots are faster.
+    # One warp sorts and scans 256 slots without shared memory or barriers. Each program writes E counts. With many
+    # experts, programs of 512 slots are therefore faster, because half as many programs write counts.
     block_slots, num_place_warps = (256, 1) if num_experts <= 128 else (512, 4)
     num_blocks = triton.cdiv(num_slots, block_slots)
     # `counts` first holds each expert's number of slots in each block. The scan replaces each number by the sum over

@@ -6,13 +6,13 @@ In every format, a value is `code * scale`, multiplied in float32 and rounded on
     mxfp4   Codes are e2m1 numbers, two per byte, low bits first. Scales are powers of two (e8m0, with bias 127).
             https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf
     nf4     Codes are from a table of 16, two per byte, high bits first. A nested scale is c * s + offset: c is a code
-            from a table of 256, s the scale of a block of scales (https://arxiv.org/abs/2305.14314).
+            from a table of 256, and a block of scales shares s (https://arxiv.org/abs/2305.14314).
     int8    A value is code * largest * (1 / 127), in this order. `largest` is the row's largest absolute value.
 
 The scale byte 255 is the NaN of e8m0, and decodes to NaN only if the dtype of scales is e8m0. In scales of dtype uint8,
 the byte 255 is infinity for fp8 and 2 ** 128 for mxfp4, as in transformers. For fp8, transformers' loader
-(`Fp8Dequantize`) gives the same bits as this module. The backward of transformers' fp8 GEMMs dequantises to other bits
-in bfloat16, because that backward rounds scales first.
+(`Fp8Dequantize`) gives the same bits as this module. In the backward pass, transformers' fp8 GEMMs dequantise to
+bfloat16 with other bits, because they round the scales first.
 """
 
 from __future__ import annotations

@@ -83,10 +83,10 @@ def linear_routing(
 
     Experts and weights are those that `topk_routing` gives for these logits. With "triton", the function is one
     autograd node, except for specs with a `logit_softcap`, SparseMixer or a norm other than the sum. The node saves the
-    tokens and the choice of experts, and recomputes the logits if backward needs them. No [T, E] tensor is saved. The
-    gradient of the logits is float32. If `w_router` is 16-bit, the node may round this gradient to a sum of two 16-bit
-    numbers. Both GEMMs that read the gradient accumulate in float32. Deterministic. Differentiable in `tokens`,
-    `w_router` and `logit_bias`, through weights and logits.
+    tokens and the choice of experts. The backward pass recomputes the logits if it needs them. No [T, E] tensor is
+    saved. The gradient of the logits is float32. If `w_router` is 16-bit, the node may round this gradient to a sum of
+    two 16-bit numbers. Both GEMMs that read the gradient accumulate in float32. Deterministic. Differentiable in
+    `tokens`, `w_router` and `logit_bias`, through weights and logits.
 
     Shapes: tokens [T, D], w_router [E, D], logit_bias [E], selection_bias [E]; result topk_experts [T, K] int32,
     topk_weights [T, K] float32, logits [T, E] float32.

@@ -1,5 +1,5 @@
-"""Statistics of one forward's routing, added to totals on the device by two launches. The host does not wait for the
-GPU."""
+"""Routing statistics of one forward pass. Two launches add the statistics to totals on the device. The host does not
+wait for the GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BLOCK = 1024  # number of tokens times number of experts that a step covers; la
 
 
 class RoutedForward(NamedTuple):
-    """The tensors of one forward from which its routing statistics are computed."""
+    """The tensors from which the routing statistics of one forward pass are computed."""
 
     logits: Tensor  # [T, E]
     keys: Tensor  # [T, E], the values by which the router ranks experts
@@ -34,16 +34,16 @@ def add_routing_statistics(
     forward: RoutedForward,
     num_experts: int,
 ) -> None:
-    """Add the statistics of a forward to the totals `counts` and `sums`.
+    """Add the statistics of one forward pass to the totals `counts` and `sums`.
 
-    `counts` holds, in order, the numbers of: kept choices [E], all choices [E], forwards, tokens other than padding,
-    all tokens, and padding rows. Padding rows complete the last tile of an expert. Only the first `num_experts`
-    experts, which have parameters, have padding rows.
+    `counts` holds, in order, the numbers of: kept choices [E], all choices [E], forward passes, tokens other than
+    padding, all tokens, and padding rows. Padding rows complete the last tile of an expert. Only the first
+    `num_experts` experts, which have parameters, have padding rows.
 
-    `sums` holds, in order: the sums of the softmax's entropies, of margins, of the forwards' excesses and of losses,
-    then the number of losses and the smallest margin. A forward's excess is the largest number of choices per expert,
-    divided by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the highest key
-    of its other experts. If both keys are equal, the margin is zero.
+    `sums` holds, in order: the sums of the softmax's entropies, of margins, of excesses and of auxiliary losses, then
+    the number of losses and the smallest margin. The excess of a forward pass is the largest number of choices per
+    expert, divided by the mean number, minus 1. A token's margin is the lowest key of its chosen experts minus the
+    highest key of its other experts. If both keys are equal, the margin is zero.
 
     Computes in float32 and sums in float64. Deterministic. Runs only with Triton. Not differentiable. Operands are not
     checked.

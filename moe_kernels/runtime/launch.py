@@ -28,7 +28,7 @@ FUSION = {} if INTERPRET or "TRITON_DEFAULT_FPFUSION" in os.environ else {"enabl
 
 _hooks = triton.knobs.runtime
 
-DESCRIPTOR_BYTES = 128  # bytes of memory that each program needs for a TMA descriptor that the program makes
+DESCRIPTOR_BYTES = 128  # bytes of memory for one TMA descriptor that a program makes
 
 
 class Launch(NamedTuple):
@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledArtifact:
-    """A compiled kernel for every launch with the same static properties.
+    """A compiled kernel for all launches that have the artifact's static properties.
 
     Static properties are the device and the properties that Triton compiles for: the kernel, dtypes, constexpr values,
     and which optional operands exist. Static properties also say whether pointers, sizes and strides are multiples of
@@ -72,7 +72,7 @@ def with_strides(tensor: Tensor | None) -> tuple[Tensor | None, tuple[int, ...] 
 
 
 class Ready(NamedTuple):
-    """A compiled kernel, prepared to run every launch with the same static properties."""
+    """A compiled kernel, prepared for all launches that have the static properties for which it was compiled."""
 
     compiled: Any  # Triton's compiled kernel
     run: Any  # the kernel's launcher
@@ -118,7 +118,7 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.devices: set[int] = set()  # devices that have a CUDA context in this thread
         self.observer: LaunchObserver | None = None
-        self.is_in_function = False  # True in `Replayed.run` and `selection.planning`: ops then replay no own records
+        self.is_in_function = False  # True in `Replayed.run` and `selection.planning`, where ops replay no records
 
 
 launching = _Thread()  # state of the current thread
@@ -170,8 +170,8 @@ def _launch(launch: Launch, ready: Ready | None) -> None:
 
 
 def _launch_unobserved(launch: Launch, ready: Ready | None) -> Any:
-    """Launch like `function[grid](*arguments, **options)`, but prepare hooks of profilers only if there are any. Return
-    Triton's compiled kernel."""
+    """Launch like `function[grid](*arguments, **options)`, but without the preparation of hooks if there are none.
+    Return Triton's compiled kernel."""
     function, grid, arguments, options = launch
     if ready is None:
         compiled = function[grid](*arguments, **options, **FUSION)
@@ -192,12 +192,12 @@ def _is_on_gpu(launch: Launch) -> bool:
 
 
 def _make_ready(launch: Launch, compiled: Any) -> Ready:
-    """Prepare `compiled`, the kernel of this launch, to run all launches with the same static properties."""
+    """Prepare `compiled`, the kernel of this launch, for all launches that have this launch's static properties."""
     function, _, arguments, options = launch
     constants = tuple(options[name] for name in function.arg_names[len(arguments) :])
     device = next(value.get_device() for value in arguments if isinstance(value, Tensor))
     run = compiled.run  # the first access to `run` loads the kernel onto the GPU
-    kernel = compiled.function, compiled.packed_metadata, None, None, None  # None: launch metadata and two hooks
+    kernel = compiled.function, compiled.packed_metadata, None, None, None  # no launch metadata, no hooks
     return Ready(compiled, run, kernel, constants, compiled.metadata.global_scratch_size > 0, device)
 
 

@@ -98,7 +98,7 @@ class _Parameters:
         self._starts: list[int] = []
         self._sizes: list[int] = []
         self._pointers: list[tuple[int, int, int]] = []  # offset in _values, number in _bases, byte offset in tensor
-        self._maps: list[tuple[int, int, int]] = []  # the same three numbers for each CUtensorMap
+        self._maps: list[tuple[int, int, int]] = []  # per CUtensorMap, the numbers that `_pointers` has per pointer
         self._bases: dict[int, int] = {}  # index of a tensor in `run`'s list -> its number, in order of first use
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)

@@ -60,7 +60,7 @@ class Places(NamedTuple):
     are_plain: bool  # whether all values are plain: tensors of no subclass, None, numbers, strings, dtypes
 
     def join(self, tensors: Iterable[Tensor], others: Iterable[Any]) -> list[Any]:
-        """Return the sequence of values that `read` and `read_others` split into these tensors and others."""
+        """Return a sequence in which `read` finds these tensors, and `read_others` finds these other values."""
         values: list[Any] = [None] * self.num_values
         for place, value in itertools.chain(
             zip(self.places, tensors, strict=True), zip(self.others, others, strict=True)
@@ -92,8 +92,9 @@ class PackedSignature:
 
     Parameters are converted to leaves and back: NamedTuples are replaced by their fields, recursively. A leaf has the
     name of its field, so field names must be unique. A NamedTuple that may be None has one more leaf, `has_<name>`,
-    which says whether the NamedTuple is given. A weight that may be quantised has a leaf of its own name, which is None
-    if the weight is quantised. Further leaves hold the parts of a quantised weight: `w_up`, `w_up_values`, ...
+    which says whether the NamedTuple is given. A weight that may be quantised has a leaf with the weight's name, for
+    example `w_up`. This leaf is None if the weight is quantised. Further leaves (`w_up_values`, ...) hold the parts of
+    a quantised weight.
 
     If a parameter is a NamedTuple or a `QuantizedWeight`, the op's schema has two parameters: the list of given
     tensors, and a string of all other leaves.

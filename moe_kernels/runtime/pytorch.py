@@ -92,12 +92,12 @@ def default_store() -> Any:
 
 
 def is_in_backward() -> bool:
-    """Return whether a backward runs in this thread. A forward inside a backward recomputes a checkpointed region."""
+    """Return whether this thread runs a backward pass. A forward pass inside it recomputes a checkpointed region."""
     return torch._C._current_graph_task_id() != -1
 
 
-# Returns whether the backward that runs in this thread will execute a given autograd node. Raises RuntimeError for the
-# node of a leaf whose gradient `torch.autograd.grad` returns.
+# Returns whether the backward pass that this thread runs will execute a given autograd node. Raises RuntimeError for
+# the node of a leaf whose gradient `torch.autograd.grad` returns.
 will_run = torch._C._will_engine_execute_node
 
 

@@ -8,8 +8,8 @@ PyTorch operations divide the launches into groups, every tensor outside the blo
 or operation that first uses the tensor.
 
 Early allocation raises the peak memory above that of the recorded function. If the rise exceeds 64 MiB, tensors above
-1 MiB are allocated right before the first launch that uses them, and freed after the last launch that uses them,
-as in the function. The launches between two of these allocations or frees are made at once.
+1 MiB are placed outside the block. Each of them is freed after the last launch that uses it, before a run allocates
+tensors for later launches. The launches between two such allocations are made at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Re
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
 _MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
 # Maximum size in bytes of a small tensor if the peak would rise by more than `_MOST_EXTRA_BYTES`. Otherwise all tensors
-# are small. The block holds the small temporaries. Other small tensors may stay allocated after their last use.
+# count as small. The block holds the small temporaries. Other small tensors may stay allocated after their last use.
 _MOST_SMALL_BYTES = 1 << 20
 
 

@@ -73,7 +73,7 @@ def run_as_one(replayed: Replayed, key: Any, tensors: list[Tensor], function: Ca
 
 class Op:
     """An op of PyTorch's dispatcher that takes no lists of tensors. The op mutates only `main_grad` (see
-    `gradient_ops.py`) and counters of tile tables, which the op leaves at 0.
+    `experts/gradient_ops.py`) and counters of tile tables, which the op leaves at 0.
 
     This class replaces `torch.library.custom_op`, whose autograd takes four times as long per call. Parameters and
     results of the function, of its fake and of `setup_context` may be NamedTuples of tensors and other values. A field
@@ -161,7 +161,7 @@ class Op:
         return function
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """Register `setup_context(ctx, inputs, output)`, which forward calls, and `backward(ctx, *gradients)`.
+        """Register `backward(ctx, *gradients)`, and `setup_context(ctx, inputs, output)`, which the forward pass calls.
 
         `backward` returns a tuple with a gradient or None for each parameter. With packed parameters, such as
         NamedTuples, `inputs` is a `Call`, and `backward` returns a dictionary from leaf name to gradient. `backward`
@@ -235,8 +235,8 @@ class Op:
 
 
 def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = ()) -> None:
-    """Save the operands of a call with packed parameters, and the results, for backward. Autograd saves the tensors,
-    and `ctx` keeps the other operands."""
+    """Save the operands and the results of a call with packed parameters for the backward pass. Autograd saves the
+    tensors, and `ctx` keeps the other operands."""
     saved = *call.tensors, *results
     ctx.save_for_backward(*saved)
     ctx.places, ctx.others = call.places, call.others
@@ -247,8 +247,8 @@ def save_for_backward(ctx: Any, call: Call, results: Sequence[Tensor | None] = (
 
 def take_saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """Return the tensors that an autograd node saved, and release autograd's references unless the graph is retained.
-    A tensor's memory is then freed when the caller drops the tensor, instead of after backward. Call this function once
-    per backward."""
+    A tensor's memory is then freed when the caller drops the tensor, instead of after the backward pass. Call this
+    function once per backward pass."""
     tensors = ctx.saved_tensors
     ctx.maybe_clear_saved_tensors()
     return tensors if ctx.strides is None else tuple(map(_with_strides, tensors, ctx.strides))

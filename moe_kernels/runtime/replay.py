@@ -1,4 +1,5 @@
-"""Decides for each form of a function's operands whether the function runs, is recorded, or is replayed."""
+"""Decides for each form (shapes, strides, dtypes, alignment, ...) of a function's operands whether the function runs,
+is recorded, or is replayed."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ from .recording import Recording
 from .triton import INTERPRET
 
 _MOST_FORMS = 512  # maximum number of forms stored per function; each new number of tokens makes a form
-# Number of calls of a form before its record is made. Recording takes longer than one replay saves. A model with few
-# layers and a new number of tokens in each step would otherwise record often and replay rarely.
+# Number of calls with operands of one form before a call is recorded. Recording takes longer than one replay saves. A
+# model with few layers and a new number of tokens in each step would otherwise record often and replay rarely.
 CALLS_BEFORE_RECORD = 5
 
 _all: list[Replayed] = []
-_single_launches: list[str] = []  # reasons to run all functions instead of replaying records
+_single_launches: list[str] = []  # reasons why no record may be replayed; usually empty
 
 
 class Form:
@@ -72,15 +73,15 @@ def _alignments(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Replayed:
-    """The records of a function that launches kernels. The function mutates only `main_grad`, to which backward adds,
-    and counters of tile tables, which the function leaves at 0.
+    """The records of a function that launches kernels. The function mutates only `main_grad` (gradients of weights) and
+    counters of tile tables, which the function leaves at 0.
 
-    The first calls of a form run the function, so that kernels are chosen and compiled. The next call is recorded: see
-    `Record`. Every further call replays the record.
+    The first calls with operands of one form run the function, so that kernels are chosen and compiled. The next such
+    call is recorded: see `Record`. Every further call replays the record.
 
-    Every call runs the function if Triton's hooks, MOE_VERIFY or PyTorch's deterministic fill of uninitialised memory
-    must see each launch or allocation. Every call also runs the function if its launches cannot be repeated: see
-    `Recording.obstacle`.
+    Every call runs the function if Triton has launch hooks, MOE_VERIFY is set, or PyTorch fills uninitialised memory
+    deterministically, because these must see each launch or allocation. Every call also runs the function if its
+    launches cannot be repeated: see `Recording.obstacle`.
     """
 
     def __init__(self, name: str, *, frees_operands: bool = False):
@@ -98,7 +99,7 @@ class Replayed:
         key: Any,  # the operands that are not tensors
         tensors: Sequence[Tensor],
     ) -> Form | None:
-        """Return the form of these operands if its record can be replayed now, else None."""
+        """Return the known `Form` of these operands if it has a record that can be replayed now, else None."""
         device = tensors[0].get_device()
         if device >= 0 and device != torch._C._cuda_getDevice():
             return None
@@ -176,8 +177,8 @@ class Replayed:
 
 
 def _sees_launches(device: int) -> bool:
-    """Return whether functions must run instead of replaying records. Reasons are an observer of launches or
-    allocations, and a device without kernels, such as a CPU."""
+    """Return whether functions must run instead of being replayed. Reasons are an observer of launches or allocations,
+    and a device without kernels, such as a CPU."""
     if _single_launches or (device < 0 and not INTERPRET) or launch_hooks():
         return True
     is_deterministic = torch._C._get_deterministic_algorithms()

@@ -43,6 +43,6 @@ def empty_aligned(matrices: Tensor, device: torch.device) -> Tensor:  # [E, M, N
 
 def alignment(*sizes: int) -> int:
     """Return the largest power of two up to 16 that divides all sizes and strides. Triton itself sees only whether 16
-    divides a number. Kernels therefore round each size down to a multiple of the returned divisor. Rounding changes no
-    size, but shows Triton the divisor, so that loads and stores take several elements at once."""
+    divides a number. Kernels therefore round each number down to a multiple of the returned divisor. This changes no
+    value, but shows Triton the divisor, so that loads and stores take several elements at once."""
     return math.gcd(_MOST_ALIGNED, *sizes)

@@ -83,7 +83,7 @@ class Layer(NamedTuple):
             weights = ExpertWeights(quantize(self.w_up, self.format), quantize(self.w_down, self.format))
             names, needed = list(FROZEN), {"tokens", "topk_weights"}
         kind = as_activation("explain", self.activation)
-        # Gradients are enabled so that forward keeps the pre-activations. Backward then does not recompute them.
+        # With gradients enabled, the forward pass keeps the pre-activations. The backward pass need not recompute them.
         with planning(target, copies=copies, fuses=fuses) as choices, torch.enable_grad():
             operands = make_operands(self.tokens, weights, activation=kind, precision=self.precision)
             operands = operands._replace(topk_experts=self.topk_experts, topk_weights=self.topk_weights)

@@ -111,7 +111,7 @@ def _error(key: str, name: str, device: torch.device | str) -> str | None:
 
 
 def _kernel(name: str) -> Kernel | None:
-    """Return the kernel of this name, or None. Finds all of a kernel's `epilogues`, even those not in the catalog."""
+    """Return the kernel of this name, or None. It may be a kernel of the catalog with another of its `epilogues`."""
     for kernel in get_kernels():
         if kernel.metadata.kernel_name == name:
             return kernel

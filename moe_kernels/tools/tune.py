@@ -60,7 +60,7 @@ def measure_replays(functions: dict[str, Callable[[], object]]) -> dict[str, flo
 
 
 def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Call `function` once, and return a CUDA graph of its launches in a second call."""
+    """Call `function` once to warm up, and again to capture its launches. Return the CUDA graph of the second call."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -101,12 +101,12 @@ class Entry(NamedTuple):
     """One entry that `tune` can add to a table."""
 
     key: str
-    is_known: Callable[[Table], bool]  # whether the table has the entry; if the entry names a kernel, also pins it
+    is_known: Callable[[Table], bool]  # whether the table has the entry; its kernel, if any, is then pinned (see `pin`)
     measure: Callable[[], Table]  # returns a table with only this entry, or an empty table if no kernel fits
 
 
 class Job(NamedTuple):
-    """The table entries to measure for one layer, list of products or jagged GEMM. `entries` makes the operands."""
+    """Table entries to measure for a layer, a list of products, or a jagged GEMM. `entries()` makes the operands."""
 
     label: str
     entries: Callable[[], Iterator[Entry]]
@@ -132,8 +132,8 @@ def kernel_entry(args: _Form, fastest: Callable[[_Form], Measured | None]) -> En
 
 
 def candidates(args: Arguments) -> list[Kernel]:
-    """Return the kernels that may be fastest. Omit kernels that load through pointers if other kernels exist, except
-    for grouped GEMMs with fewer than 64 rows per group."""
+    """Return the kernels that may be fastest. If other kernels exist, omit kernels that load through pointers. Grouped
+    GEMMs with fewer than 64 rows per group keep all kernels."""
     kernels = get_kernels(args)
     rows_per_group = len(args.out) // len(args.B) if isinstance(args, GroupedGemmArguments) else 128
     if rows_per_group >= 64 and any(not isinstance(k.metadata.design, PointerDesign) for k in kernels):
@@ -143,7 +143,7 @@ def candidates(args: Arguments) -> list[Kernel]:
 
 def fastest(args: Arguments) -> Measured | None:
     """Check the results of all candidates, and return the fastest kernel. If several kernels exceed the shortest time
-    by at most 3 %, the rule of thumb decides between these kernels."""
+    by at most 3 %, the rule of thumb (`best_first`) decides between these kernels."""
     kernels = candidates(args)
     if not kernels:
         return None
@@ -182,7 +182,7 @@ def layer_job(case: Case, dtype: torch.dtype, device: str, activation: str) -> J
 
 
 def product_job(case: Case, dtype: torch.dtype, device: str, **settings: Any) -> Job:
-    """Return a job that measures a layer's GEMMs with quantised or e4m3 operands. `layer_of` takes `settings`."""
+    """Return a job that measures a layer's GEMMs with quantised or e4m3 operands. `settings` go to `layer_of`."""
     label = f"{settings.get('format') or settings.get('precision')} {_label(case)}"
 
     def entries() -> Iterator[Entry]:
@@ -201,7 +201,7 @@ def _label(case: Case) -> str:
 
 
 def copies_steps(layer: Layer) -> dict[Copies, Callable[[], None]]:
-    """Return, for each possible `Copies`, a function that pins it and runs `fused_experts` and its backward."""
+    """Return, for each possible `Copies`, a function that selects it and runs `fused_experts` and its backward."""
     permutation = reference.sort_by_expert(layer.topk_experts, layer.w_up.shape[0])
     leaves = [tensor.detach().requires_grad_() for tensor in (layer.tokens, layer.w_up, layer.w_down)]
     dout = torch.randn_like(layer.tokens)
@@ -229,7 +229,7 @@ def copies_name(copies: Copies) -> str:
 def fastest_list(args: GroupedGemmListArguments) -> Measured:
     """Check the results of all kernels that compute a list of products in one launch. Return the fastest kernel."""
     exact = [a.double() @ b.double() for a, b in zip(args.A_list, args.B_list, strict=True)]
-    problems = {}  # kept alive, because the graphs read the problems' tables
+    problems = {}  # kept alive, because the CUDA graphs in `_fastest_run` read the problems' tables
     for kernel in get_kernels(args):
         problems[kernel] = GroupedProblem.from_lists(args.A_list, args.B_list, kernel=kernel)
         for out, a, b, e in zip(problems[kernel].run(), args.A_list, args.B_list, exact, strict=True):
@@ -253,8 +253,8 @@ def list_job(num_problems: int, size: int, dtype: torch.dtype, device: str) -> J
 
 
 def jagged_job(num_rows: int, size_k: int, size_n: int, num_groups: int, dtype: torch.dtype, device: str) -> Job:
-    """Return a job that tunes packed rows times one shared matrix. The matrix is stored by rows in the first entry
-    and by columns in the second."""
+    """Return a job that tunes the product of packed rows and one shared matrix. The matrix is stored by rows in the
+    first entry and by columns in the second."""
 
     def entries() -> Iterator[Entry]:
         offsets = torch.arange(num_groups + 1, device=device, dtype=torch.int32) * num_rows // num_groups

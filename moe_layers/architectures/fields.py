@@ -87,7 +87,7 @@ def read_config(values: dict, layer: int, prefix: str = "") -> ModelConfig:
     """Return the configuration of the language model, which composite models keep in a nested object.
 
     `prefix` is the block's path in the model. For each part of the path, such as "talker", the object `talker_config`
-    is read instead, provided that this object exists and has a `model_type`.
+    replaces the configuration, provided that this object exists and has a `model_type`.
     """
     for part in prefix.split("."):
         own = values.get(f"{part}_config")

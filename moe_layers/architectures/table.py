@@ -87,8 +87,8 @@ class Architecture:
     Attributes:
         d_ff, zero_experts, latent, capacity: names of fields in config.json; "" if the block has no such feature.
         sizes_in: name of the object that holds the sizes of the experts; "" for the configuration itself.
-        required: fields that config.json must hold, because the functions that read the fields and the model's
-            configuration class have different defaults.
+        required: fields that config.json must hold, because their defaults here differ from those of the model's
+            configuration class.
     """
 
     router: Callable[[ModelConfig], RouterSpec]

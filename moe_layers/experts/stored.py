@@ -23,11 +23,11 @@ LocalShare = Callable[[str, Tensor], Tensor]  # (name, parameter distributed ove
 class QuantizedExperts(nn.Module):
     """A frozen quantised weight [E, out, in] of E experts, held in the tensors of its format.
 
-    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard the parameters. If
-    no nested block spans two experts, `nested_scales` is a parameter with this axis, too. Other tensors, such as code
-    tables, are buffers. All tensors hold their bits as integers, so that `layer.bfloat16()`, mixed precision and
-    collectives do not change the stored bits. `dtype` is the dtype that the layer computes in. `layer.bfloat16()`
-    changes only `dtype`.
+    `values` and `scales` are parameters with the experts as first axis, so that ranks can shard the parameters.
+    `nested_scales` holds one scale per nested block, a block of quantised scales. If no nested block spans two experts,
+    `nested_scales` is a parameter with this axis, too. Other tensors, such as code tables, are buffers. All tensors
+    hold their bits as integers, so that `layer.bfloat16()`, mixed precision and collectives do not change the stored
+    bits. `dtype` is the dtype that the layer computes in. `layer.bfloat16()` changes only `dtype`.
 
     Raises:
         ValueError: the format is nf4, and an expert's matrix does not consist of whole blocks.
@@ -77,7 +77,7 @@ class QuantizedExperts(nn.Module):
 
         Args:
             local_share: a function that returns this rank's part of each parameter. Default None: use whole parameters.
-            name: name of this module, which starts the names that `local_share` gets. Default: "w".
+            name: prefix of the names that `local_share` gets, such as "w" in "w.values". Default: "w".
         """
         tensors: dict[str, Any] = {n: getattr(self, n) for n in self._stored_dtypes}
         if local_share is not None:

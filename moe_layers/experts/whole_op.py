@@ -36,7 +36,7 @@ def runs_as_one_op(
     layer: Any,  # a MoEFeedForward
     tokens: Tensor,  # [T, D]
 ) -> bool:
-    """Return whether parts and settings allow one op. Subclasses of router, experts or dispatcher do not."""
+    """Return whether the settings allow one op. With a subclass of router, experts or dispatcher, return False."""
     router, experts = layer._modules["router"], layer._modules["experts"]
     if type(router) is not TopKRouter or type(experts) is not GroupedExperts:
         return False
@@ -63,7 +63,7 @@ def runs_as_one_op(
 
 
 def runs_unseen(implementation: str | None, tokens: Tensor) -> bool:
-    """Return whether kernels compute the tokens, and neither a dispatch mode nor `torch.jit.trace` must see each op."""
+    """Return whether kernels compute the tokens, and no dispatch mode or `torch.jit.trace` watches the single ops."""
     if not torch.compiler.is_dynamo_compiling() and (
         jit_tracing_state() is not None or (num_dispatch_modes() and type(tokens) is Tensor)
     ):

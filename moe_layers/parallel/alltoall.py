@@ -110,8 +110,8 @@ class AllToAllDispatcher(RankDispatcher):
         agreed: tuple[int, ...],
         implementation: str | None,
     ) -> list[_Route]:
-        """Return each chunk's route. Raise ValueError if the values of any rank differ from `agreed`, this rank's
-        values. With `max_rows_factor`, a device-side assertion fails on GPUs instead."""
+        """Return each chunk's route. Raise ValueError if any rank's values in `to_agree` differ from this rank's values
+        in `agreed`. With `max_rows_factor`, a device-side assertion fails on GPUs instead."""
         message = f"{self.name}: the tokens of all ranks must have equally many bytes, and need the same gradients"
         if self.max_rows_factor is not None:
             agree = torch.stack([numbers == own for numbers, own in zip(to_agree, agreed, strict=True)])

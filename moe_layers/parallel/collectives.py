@@ -22,7 +22,7 @@ from moe_kernels.runtime.pytorch import assert_on_device
 from ..routing.activation_checkpointing import routing_ops
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor  # only for types, because this import takes half as long as PyTorch's
+    from torch.distributed.tensor import DTensor  # only for types: the import takes half as long as `import torch`
 
 _OPS = torch.ops._c10d_functional
 

@@ -68,8 +68,9 @@ class ExpertParallel(ParallelStyle):
             Buffers have the size of this limit. More rows are an error. If all ranks have equally many tokens,
             sequences and pairs (`TokenExpertPairs`), a factor of P always suffices. "alltoall" requires these equal
             numbers. With "alltoall", a rank sends each other rank at most max_rows_factor * T * top_k / P rows. With a
-            capacity or `TokenExpertPairs`, each chunk has room for all kept slots, because all may lie in one chunk.
-            With a limit the host does not synchronise, and CUDA graphs can capture the layer. Default: no limit.
+            capacity or `TokenExpertPairs`, each chunk has room for the undropped slots of all chunks, because one chunk
+            may hold all these slots. With a limit the host does not synchronise, and CUDA graphs can capture the layer.
+            Default: no limit.
         chunks: number of parts into which tokens are split; one part is sent while another is computed. More chunks
             read the weights more often, and the experts' gradient is a sum over chunks. "overlapped" needs no sum, and
             has a smaller first chunk. Default: 2 for "overlapped" on at least 4 ranks, otherwise 1.

@@ -24,7 +24,7 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:  # scalar
-    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but accept parameters of different meshes together.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, but also accept parameters on different meshes in one call.
 
     The norm counts all shards of a sharded gradient, and one copy of a replicated gradient. The norm is bitwise equal
     on all ranks, and has the dtype to which the dtypes of all gradients promote. Gradients must be averaged over ranks.

@@ -19,7 +19,7 @@ from moe_kernels.runtime.pytorch import default_store
 
 from ..checks import first_three
 
-# Maximum wait for other ranks. Errors are due within 20 s, but a store may wait longer than its timeout.
+# Maximum wait for other ranks. Errors are due within 20 s. The other 5 s are for stores that exceed their timeout.
 SECONDS = 15.0
 _turns: Counter[str] = Counter()  # `_topic(op, ranks)` -> number of past meetings, including timed-out ones
 _OUTCOME, _MET, _LEFT = "outcome", "met", "left"
@@ -70,11 +70,11 @@ def _tell(op: str, group: ProcessGroup, message: str) -> None:
 
 @contextmanager
 def together(op: str, group: ProcessGroup, seconds: float) -> Iterator[None]:
-    """Meet all ranks after the body. If the body raises on one rank, that rank raises its own error at once, and the
-    other ranks raise ValueError.
+    """Run the body of the context, then meet all ranks. If the body raises on one rank, that rank raises its own error
+    at once, and the other ranks raise ValueError.
 
-    If a `together` of the same op inside the body has raised the error, all ranks already know the error. The error is
-    then raised unchanged.
+    If a nested `together` of the same op has raised the error, all ranks know the error already. The error is then
+    raised unchanged.
     """
     try:
         yield

@@ -26,7 +26,7 @@ Chunk = tuple[Tensor, Slots]  # consecutive tokens [T, D] in the dtype in which 
 
 
 class ExpertsOfRank(Protocol):
-    """Members of this rank's experts that dispatchers use.
+    """Interface through which dispatchers use the experts of this rank.
 
     The experts are a `GroupedExperts`, or experts of a transformers model. With the overlapped dispatcher, a call of
     the experts passes tokens, weights and adapters to `rows.plan`.

@@ -101,7 +101,7 @@ _ADDED = {"down": lambda multiple: 0, "nearest": lambda multiple: multiple // 2,
 
 @dataclass(frozen=True)
 class TokenRounding(_AcrossTokens):
-    """Rounds each expert's number of tokens in the top-k to a multiple, so that no GEMM tile is partly empty.
+    """Rounds each expert's number of top-k tokens to a multiple of `multiple`, so that no GEMM tile is partly empty.
 
     An expert with too many tokens drops the tokens that score lowest for this expert, the last tokens on ties. An
     expert with too few tokens adds the highest-scoring tokens among those that did not choose this expert. A token may

@@ -51,7 +51,7 @@ class AttachedRouter(Protocol):
 
     def take_counts_to(self, device: torch.device) -> None: ...
 
-    def require_counts(self, op: str) -> None: ...  # raises ValueError if forwards do not count chosen experts
+    def require_counts(self, op: str) -> None: ...  # raises ValueError unless chosen experts are counted
 
     def expert_settings(self, op: str) -> tuple[str | None, Tensor]: ...  # the experts' implementation, and their w_up
 
@@ -66,8 +66,8 @@ _FINDERS: list[Callable[[nn.Module], Mapping[str, AttachedRouter]]] = []
 
 
 def register_finder(find: Callable[[nn.Module], Mapping[str, AttachedRouter]]) -> None:
-    """Register a function that returns the routers of another library in a model, by layer name. An integration
-    registers its function when imported, because this folder must not import integrations."""
+    """Register a function that finds another library's routers in a model, and returns them by layer name. An
+    integration registers its function when imported, because this folder must not import integrations."""
     _FINDERS.append(find)
 
 
@@ -83,6 +83,6 @@ def check_found(op: str, found: Collection[object]) -> None:
 
 
 def model_routers(model: nn.Module) -> dict[str, TopKRouter | AttachedRouter]:
-    """Return all routers of a model: own routers by module name, and attached routers by layer name."""
+    """Return all routers of a model: each `TopKRouter` by module name, and each attached router by layer name."""
     own = {name: module for name, module in model.named_modules() if isinstance(module, TopKRouter)}
     return own | attached_routers(model)

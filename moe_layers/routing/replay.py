@@ -190,7 +190,7 @@ class _Replay:
             )
         choice = self.choices[self.position]
         expected = (num_tokens, num_slots)
-        # Skip this check if num_slots is None: the router has a `CustomAssignment`, which cannot replay and raises.
+        # Skip this check if num_slots is None. The router then has a `CustomAssignment`, and refuses any replay.
         if choice.shape != expected and num_slots is not None:
             raise ValueError(
                 f"RoutingReplay.replay: choice {self.position} of {self.name} must be {list(expected)}, "

@@ -23,7 +23,7 @@ from ..experts.stored import QuantizedExperts, stored
 from .engines import LAYOUTS, engine_layout
 from .values import SCALES, LayerValue, Reader, Value, gathered, own_memory, peft_class
 
-# Matches a name up to its first number, which identifies the layer, or the whole name if the name has no number.
+# Matches a name up to its first number (the layer's number), or the whole name if the name has no number.
 _LAYER = re.compile(r"(?:.*?\.)?\d+\.|.*\.|")
 
 
@@ -142,7 +142,7 @@ class _Stream:
 def _naming(root: Any) -> SimpleNamespace:
     """Return the attributes of a model from which transformers derives the names of the model's weights on disk.
 
-    The attributes omit the conversions by a quantiser, because `iter_weights` yields weights dequantised or as stored.
+    A quantiser's conversions are left out, because `iter_weights` yields weights dequantised or as stored.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
@@ -225,7 +225,7 @@ class _LayerState(dict[str, Any]):
 
 
 def _check_all_here(name: str, tensor: Tensor, config: Any) -> None:
-    """Raise ValueError if a parameter holds fewer experts than the configuration names."""
+    """Raise ValueError if a parameter holds fewer experts than the model's configuration requires."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         return

@@ -13,7 +13,7 @@ from ..checkpoint.files.stored_weights import dequantize_float8
 from ..checks import is_dtensor
 from ..feed_forward import MoEFeedForward
 
-_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # attributes of wrappers, which the names of tensors omit
+_TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")  # attribute names of wrappers, left out of tensor names
 SCALES = "_scale_inv"
 _EXPERTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -162,7 +162,7 @@ def _join(path: str, name: str) -> str:
 def gathered(name: str, tensor: Any) -> Tensor:
     """Return the full tensor. All ranks must call this function in the same order.
 
-    `active_adapters` takes this function as `local_share`, and then returns factors of the experts of all ranks.
+    If `active_adapters` gets this function as `local_share`, it returns the factors of all ranks' experts.
     """
     tensor = tensor.detach()
     if is_dtensor(tensor):
@@ -180,8 +180,8 @@ def peft_class(module: nn.Module) -> str | None:
 
 
 def _unwrapped(module: Any, path: str) -> tuple[nn.Module, dict[str, list[LowRank]]]:
-    """Return the module inside a PEFT wrapper, and the active adapters by the adapted weight's name. Raise ValueError
-    if the wrapper does more than add plain LoRA to a weight."""
+    """Return the module inside a PEFT wrapper, and a dictionary from weight name to active adapters. Raise ValueError
+    unless the wrapper adds plain LoRA to a weight or is a ModulesToSaveWrapper."""
     kind = peft_class(module)
     if hasattr(module, "original_module"):
         if kind != "ModulesToSaveWrapper":

@@ -67,7 +67,7 @@ class BatchedGemm(WrappedGroupedGemm):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return a view [L * M, C] of [L, M, C], whose matrices must be stored one after another."""
+    """Return matrices [L, M, C], which must be stored one after another, as a view [L * M, C]."""
     if tensor.dim() == 2:
         return tensor
     num_batches, num_rows, num_columns = tensor.shape

@@ -29,8 +29,8 @@ class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the cost of one group for one index along K, in multiplications: the larger of the costs of
-        multiplying and of reading B."""
+        """Return the number of multiplications of one group per index along K. If reading B takes longer, return the
+        number of multiplications that take as long as reading B."""
         num_groups, _, num_columns = args.B.shape
         rows_per_group = max(triton.cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
@@ -175,8 +175,8 @@ def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -
 
 
 def tma_status(design: Design, num_rows: int, *operands: Tensor) -> Status:
-    """Return whether the operands meet TMA's limits, which only designs with TMA have. The limits are fewer than 2**30
-    rows, no empty operand, and gathered rows whose length is a multiple of 16 bytes."""
+    """Return whether the operands meet TMA's limits: fewer than 2**30 rows, no empty operand, and gathered rows whose
+    length is a multiple of 16 bytes. Designs without TMA have no limits."""
     if not design.tma:
         return SUPPORTED
     if num_rows > MAX_ROWS:

@@ -128,8 +128,8 @@ def _jagged_table_kernel(
     PROGRAM_ENTRIES: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each program writes PROGRAM_ENTRIES table entries. If `out_ptr` is given, each program also zeroes some rows of
-    out outside the groups. Grid: (programs,)."""
+    """Each program writes at most PROGRAM_ENTRIES table entries. If `out_ptr` is given, each program also zeroes some
+    rows of out outside the groups. Grid: (programs,)."""
     program = tl.program_id(0)
     group = tl.arange(0, G_P2)
     raw_ends = tl.load(offsets_ptr + (group + 1) * offsets_stride, mask=group < G, other=0)

@@ -138,7 +138,7 @@ def _decoding_gemm_kernel(
 
 @dataclass(frozen=True)
 class DecodingGemmOperands:
-    """Requirements on the operands of out[start:end] = A[start:end] @ B[g], except the quantised B."""
+    """Requirements on A and out in out[start:end] = A[start:end] @ B[g]. B is quantised and has no `Operand`."""
 
     A: Operand
     out: Operand

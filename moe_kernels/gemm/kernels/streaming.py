@@ -21,8 +21,8 @@ from .families import GroupedGemmKernel, kernel_name
 from .tma import load_bias
 
 _TABLE_ROWS = 128  # number of rows per tile in tables made for these kernels; tables with other tile sizes also work
-# Largest average number of rows per group. With more rows, warp-specialised kernels are faster. The number must be a
-# power of two, because selection rounds the average up to a power of two (`rows_bucket`).
+# Largest average number of rows per group that the kernels accept. With more rows, warp-specialised kernels are faster.
+# The number must be a power of two, because selection rounds the average up to a power of two (`rows_bucket`).
 _MOST_ROWS = 32
 _READING = 100  # cost of reading one value of a weight, in multiplications
 _SHORT_REDUCTION = 1024  # up to this K, `estimate` prefers reduction steps of 128 values to steps of 256

@@ -16,7 +16,7 @@ from .ragged import load_ragged, ragged_descriptor
 @triton.jit
 def _gathered(ptr, stride, row_to_token_ptr, rows, columns, end, num_columns):
     """Load `columns` of the tokens row_to_token[rows], with zeros from row `end` on."""
-    # Rounding changes nothing, but tells the compiler that 8 divides both numbers, as 16-byte copies require.
+    # Rounding changes nothing, but tells the compiler that 8 divides row length and stride, as 16-byte copies require.
     stride = stride // 8 * 8
     num_columns = num_columns // 8 * 8
     inside = rows < end

@@ -25,7 +25,7 @@ def batched_gemm(
 
     Operands may have any strides. Accumulates in float32 and rounds once. Float32 operands use TF32 only if
     `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
-    `torch.set_float32_matmul_precision("high")`. Backward first rounds upstream gradients to the dtype of `a`.
+    `torch.set_float32_matmul_precision("high")`. The backward pass rounds upstream gradients to the dtype of `a`.
 
     Shapes: a [M, K] or [L, M, K], b [K, N] or [L, K, N]; result [M, N] or [L, M, N].
 

@@ -92,13 +92,13 @@ def _check_offsets(op: str, offsets: Tensor, **operands: Tensor) -> None:
 
 
 def choose_gemm(op: str, implementation: str | None, a: Tensor) -> str:
-    """Return `implementation`. For None, return "triton" if the kernels support `a`, which may be float8, else
-    "reference".
+    """Return `implementation`. For None, return "triton" if Triton kernels run on the device of `a` and in its dtype,
+    which may be float8, else "reference".
 
     Raises:
         ValueError: `implementation` is not a known name.
-        NotImplementedError: "triton" is requested, but the kernels do not support `a`; the result would be "triton",
-            but the GPU cannot multiply a float8 `a`; or `torch.jit.trace` is tracing.
+        NotImplementedError: "triton" is requested, but kernels do not run on the device or in the dtype of `a`; the
+            result would be "triton", but `a` is float8 and this GPU cannot multiply float8; or `torch.jit.trace` runs.
     """
     chosen = choose(op, implementation, a, (*KERNEL_DTYPES, FLOAT8))
     if chosen == "triton" and a.dtype == FLOAT8 and a.is_cuda:

@@ -58,8 +58,8 @@ def grouped_gemm(
     host synchronisation.
 
     Differentiable in `a`, `b`, `bias` and `row_scale`, unless `a` is float8. The gradient of `b` has `b`'s storage
-    order (rows or columns), with zeros for empty groups. Upstream gradients are rounded to the dtype of `a` before
-    the GEMMs of backward.
+    order (rows or columns), with zeros for empty groups. The backward pass rounds upstream gradients to the dtype
+    of `a` before its GEMMs.
 
     Shapes: a [R, K], b [G, K, N], offsets [G] int32, bias [G, N], row_scale [R] float32, scale_a [R] or [R, ceil(K /
     128)] float32, scale_b [G, N] or [G, ceil(K / 128), ceil(N / 128)] float32, out [R, N] or [R, F], result
@@ -332,7 +332,7 @@ def _row_scale_backward_op(
 ) -> tuple[Tensor, Tensor]:  # gradient of the unscaled rows [R, N], dtype of `a`; drow_scale [R], empty if not needed
     rows = None
     if needs_scale:
-        # The unscaled product is recomputed in float32, so that forward need not save this product.
+        # The unscaled product is recomputed in float32, so that the forward pass need not save this product.
         rows = a.new_empty(dout.shape, dtype=torch.float32)
         selection.run_product(GroupedGemmArguments(a, b, rows, offsets=offsets, bias=bias))
     drows, drow_scale = launch_row_scale_backward(dout, row_scale, rows, a.dtype, offsets)

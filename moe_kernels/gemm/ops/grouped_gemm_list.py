@@ -42,9 +42,9 @@ def grouped_gemm_list(
     operands use TF32 only if `torch.backends.cuda.matmul.fp32_precision` is "tf32", for example after
     `torch.set_float32_matmul_precision("high")`. Deterministic.
 
-    Differentiable in every matrix that is not float8. Backward first rounds upstream gradients to the operands' dtype.
-    Backward takes one launch for the gradients of `a_list` and one for `b_list`. A gradient is stored by rows or by
-    columns, like its matrix.
+    Differentiable in every matrix that is not float8. The backward pass first rounds upstream gradients to the
+    operands' dtype. The pass takes one launch for the gradients of `a_list` and one for those of `b_list`. Each
+    gradient is stored by rows or by columns, like its matrix.
 
     A call costs some microseconds of CPU time per problem, one small asynchronous copy to the GPU and one launch, with
     no host synchronisation. In a CUDA graph, or to multiply the same tensors again, use `GroupedProblem`.
@@ -222,8 +222,8 @@ def _backward(ctx, douts):
 def _gradients(
     needed: list[bool], left: Sequence[Tensor], right: Sequence[Tensor], likes: Sequence[Tensor]
 ) -> list[Tensor | None]:
-    """Return left[g] @ right[g] if needed[g], else None, for every g. Each product is stored by rows or by columns,
-    as likes[g] is stored. All products take one launch."""
+    """Return a list with left[g] @ right[g] where needed[g] is true, and None elsewhere. Each product is stored like
+    likes[g], by rows or by columns. All products take one launch."""
     wanted = [g for g, is_needed in enumerate(needed) if is_needed]
     if not wanted:
         return [None] * len(needed)

@@ -80,7 +80,7 @@ class PeftAdapter:
     """The content of an adapter file.
 
     Attributes:
-        layers: maps the full name of an experts module in PEFT's keys to its adapters. Gate rows precede up rows.
+        layers: maps each experts module's full name, as in PEFT's keys, to its adapters. Gate rows precede up rows.
         gated: the names in `layers` whose up parameter holds gate and up rows.
         others: tensors that adapt modules other than experts, by name.
         config: the values of adapter_config.json.
@@ -249,7 +249,7 @@ def _orientation_by_shapes(pairs: list[_Pair]) -> str | None:
 
 
 def _fitting_orientation(up: tuple[int, int], down: tuple[int, int]) -> str | None:
-    """Return the orientation that makes these widths of lora_A and lora_B fit gated experts, or None if none does."""
+    """Return the orientation in which `up` and `down`, the widths of (lora_A, lora_B), fit gated experts, or None."""
     if up == (down[1], 2 * down[0]):
         return "0.19"
     return "0.18" if up == (2 * down[1], down[0]) else None

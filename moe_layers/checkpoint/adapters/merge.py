@@ -114,8 +114,8 @@ def _outputs(files: CheckpointFiles, values: dict, loaded: PeftAdapter) -> list[
 def _expert_outputs(
     surveys: list[BlockSurvey], layers: dict[str, ExpertAdapters]
 ) -> tuple[dict[str, Output], dict[str, str]]:
-    """Return the experts' changed weights by name, and a map from PEFT's name of each stack of layers, such as
-    "model.layers", to the stack's name on disk."""
+    """Return the experts' changed weights by name. Also return a map of the names of stacks of layers, from PEFT's
+    name, such as "model.layers", to the name on disk."""
     blocks = {found.block.prefix: found for found in surveys}
     outputs: dict[str, Output] = {}
     stacks: dict[str, str] = {}

@@ -22,9 +22,9 @@ def is_main(block: Block) -> bool:
 
 
 def select_block(files: CheckpointFiles, layer: int | str) -> Block:
-    """Return the block with the prefix `layer`, or the block of the layer with the index `layer`. An index counts the
-    layers of the submodel that `is_main` describes. If this submodel has no block, an index counts the layers of the
-    others. Raise ValueError if no block or several blocks match."""
+    """Return the block with the prefix `layer`, or the block of the layer with the index `layer`. If `is_main` holds
+    for any block, an index selects among these blocks, otherwise among all blocks. Raise ValueError if no block or
+    several blocks match."""
     blocks = find_blocks(files.file_of)
     if isinstance(layer, str):
         found = [block for block in blocks if block.prefix.rstrip(".") == layer.rstrip(".")]

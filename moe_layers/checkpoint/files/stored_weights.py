@@ -64,7 +64,7 @@ Group = tuple[str, tuple[str, ...]]  # (encoding of a weight, names of its tenso
 
 
 def group_names(names: Iterable[str]) -> dict[str, Group]:
-    """Map the name of each weight to its group. The group of an "mxfp4" weight names scales even if `names` lacks them.
+    """Map each weight to (encoding, names of its tensors). An "mxfp4" weight lists scales even if `names` lacks them.
 
     Packed float4 has the same names as float8 and is returned as "float8"; `describe` distinguishes the two by dtype.
     """

@@ -44,8 +44,8 @@ def save_layer(
     Args:
         directory: must be empty or not exist.
         layout: layout of the experts, by its name in `LAYOUTS`, such as "per_expert" or "fused". "mxfp4", the layout of
-            gpt-oss, is only for experts in MXFP4. None (default) keeps the layout that was read. If no checkpoint was
-            read, or "mxfp4" was read and the experts are not in MXFP4, None means "per_expert".
+            gpt-oss, is only for experts in MXFP4. None (default) keeps the layout that was read, if any.
+            Otherwise, and for experts read as "mxfp4" that are no longer in MXFP4, None means "per_expert".
 
     Raises:
         ValueError: the layout is unknown or cannot hold these experts; the layer lacks experts or has adapters; no
@@ -73,7 +73,7 @@ def save_layer(
 
 
 def layout_to_write(module: Any, layout: str | None, kept: QuantizedExperts | None) -> Layout:
-    """Return the layout with this name; `save_layer` describes None. Raise ValueError if the layout is unknown or
+    """Return the layout with this name; `save_layer` says what None means. Raise ValueError if the layout is unknown or
     cannot hold these experts. `kept` is a quantised weight of the experts, or None if the experts are not quantised."""
     config: MoEConfig = module.config
     source: CheckpointSource | None = module.checkpoint_source

@@ -92,7 +92,7 @@ def _undo_interrupted(directory: Path) -> None:
 
 
 def _names_and_files(directory: Path) -> tuple[dict[str, TensorInfo], list[str]]:
-    """Return each tensor's shape and dtype, and the names of the weight files, plus that of the index if it exists."""
+    """Return each tensor's shape and dtype, and the names of the weight files and of the index, if there is one."""
     with CheckpointFiles(directory) as files:
         files.require(files.file_of)
         infos = {name: files.info(name) for name in files.file_of}

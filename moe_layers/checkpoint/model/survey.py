@@ -73,8 +73,8 @@ def _survey_block(files: CheckpointFiles, block: Block, values: dict) -> BlockSu
 def _fitting(
     block: Block, described: dict[str, Stored], router: tuple[int, ...], num_zero_experts: int
 ) -> tuple[list[tuple[Layout, Sizes]], list[str]]:
-    """Return (layout, experts' sizes) of each fitting layout, and errors if none fits: those of the layout with the
-    fewest errors."""
+    """Return (layout, experts' sizes) for each layout that fits. If none fits, also return the errors of the layout
+    with the fewest errors."""
     matches = [
         (layout, *_match(block, described, layout, router, num_zero_experts)) for layout in matching_layouts(block)
     ]

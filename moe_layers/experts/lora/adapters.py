@@ -198,7 +198,7 @@ def add_lora(layer: nn.Module, lora: LoRA, name: str = "default", dtype: torch.d
     experts: Any = layer.experts  # Any instead of `GroupedExperts`, to avoid a circular import
     check_before_fully_shard("add_lora", experts)
     held = nn.ModuleDict() if experts.lora is None else experts.lora
-    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # `unmerge_lora` restores merged names
+    taken = [*held, *(experts.unmerged.adapters if experts.unmerged else ())]  # plus names that `unmerge_lora` restores
     if not isinstance(name, str) or not name or "." in name or name in taken or hasattr(held, name):
         raise ValueError(f"add_lora: name must be new, without dots, and no attribute of a ModuleDict, got {name!r}")
     (_, d_up, d_model), d_ff = experts.w_up.shape, experts.w_down.shape[2]

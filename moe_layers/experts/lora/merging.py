@@ -138,7 +138,8 @@ def _merged_quantized(
 
 
 def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerged:
-    """Return the state for `unmerge_lora`: the state before the first of consecutive merges with `keep_base`."""
+    """Return the state that `unmerge_lora` restores. After consecutive merges with `keep_base`, this is the state
+    before the first merge."""
     kept = experts.unmerged or Unmerged({}, {})
     for projection in projections:
         if projection not in kept.weights:

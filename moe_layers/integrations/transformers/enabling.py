@@ -74,7 +74,7 @@ class EnableReport:
         adapted: names of the parameters whose PEFT adapters (LoRA) the experts' op computes.
         quantized: format -> number of bytes of the experts' weights that stay quantised in this format.
         adapted_by_wrapper: name of a parameter or an experts module -> reason why PEFT's wrapper computes the adapters.
-        fused_routers: number of routers that the experts' op computes if kernels run and no other code reads them.
+        fused_routers: number of routers computed by the experts' op, if kernels run and nothing else reads the routing.
     """
 
     blocks: int
@@ -201,8 +201,8 @@ def _check_new_targets(model: nn.Module) -> None:
 
 
 def _check_targets(model: nn.Module, *_: object) -> None:
-    """Warn of adapters that were added after `enable` and whose target weights PEFT did not find. Whole models, not
-    blocks, have this hook, because torch.compile compiles blocks with different hooks one by one."""
+    """Warn of adapters that were added after `enable` and whose target weights PEFT did not find. This hook is on
+    whole models instead of blocks, because torch.compile compiles blocks with different hooks separately."""
     _check_new_targets(model)
 
 

@@ -72,7 +72,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
         if pieces and triton.cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
-            # The parts need more steps. Adding empty steps would take longer than a separate activation pass.
+            # Each part needs a reduction step. Adding empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
             return Status(f"Operand `A`: {rule}, got {args.A.shape[1]}")

@@ -179,7 +179,7 @@ def grouped_gemm_kernel(
     B_COLUMN: gl.constexpr,
     FORWARD: gl.constexpr,  # activation, or None
     GATED: gl.constexpr,
-    PIECES: gl.constexpr,  # number of pieces of a tile's activation, one per step of the next tile; 0 without one
+    PIECES: gl.constexpr,  # number of pieces of a tile's activation, one per step of the next tile; 0: no activation
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,

@@ -19,7 +19,7 @@ def _is_paced(tiles):
 
 @gluon.jit
 def _pace(num_tiles_ptr, is_paced, step, passed):
-    """If `is_paced`, pass a mark every MARK_STEPS steps. `keep_pace` explains `passed` and the result."""
+    """If `is_paced`, pass a mark of `pace.py` every MARK_STEPS steps. `keep_pace` explains `passed` and the result."""
     passes = is_paced & (step % MARK_STEPS == 0)
     is_next = is_paced & (step % MARK_STEPS == MARK_STEPS - 1)
     return keep_pace(num_tiles_ptr, step // MARK_STEPS, passes, is_next, passed)
@@ -191,7 +191,7 @@ def multiply(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    """Start to multiply this warpgroup's rows of a by the first `total.shape[1]` columns of b, over one step. If
+    """Start to multiply this warpgroup's rows of A by the first `total.shape[1]` columns of B, over one step. If
     `use_total`, add the product to `total`. Otherwise, the product replaces `total`."""
     slot = wait_step(ring, step)
     a = ring.a.index(slot).slice(WARPGROUP * total.shape[0], total.shape[0], 0)

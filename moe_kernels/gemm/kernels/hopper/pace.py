@@ -3,10 +3,10 @@
 Programs that run at the same time share operand blocks. If some programs run far ahead of others, the L2 cache drops a
 block between its first and its last use. Reading the block from memory again costs time and energy.
 
-Each producer therefore passes a mark every `MARK_STEPS` steps of a grouped GEMM, or at every tile of a weight gradient.
-Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient, the groups' average reduction length decides.
-A producer that is more than one mark ahead of the producers' average waits. A wait never changes a result, because the
-atomic additions affect only the counters.
+Each producer therefore counts its progress in marks. A producer passes a mark every `MARK_STEPS` steps of a grouped
+GEMM, or at every tile of a weight gradient. Only long reductions (`LONG_REDUCTION`) have marks. In a weight gradient,
+the groups' average reduction length decides. A producer waits if it is more than one mark ahead of the producers'
+average. A wait never changes a result, because the atomic additions affect only the counters.
 
 A producer waits only while all programs of the grid run. Some programs may have ended, or cannot start because another
 kernel occupies their SM. A producer then reads the counters once at a mark and continues. A wait ends after at most
@@ -25,7 +25,7 @@ from .ring import PRODUCER_THREADS
 PASSED = gl.constexpr(2)  # PASSED and RUNNING are indices of counters in `num_tiles`
 RUNNING = gl.constexpr(3)
 
-# Stands for a count of marks not yet read. Every target is larger than this number, so `keep_pace` reads the counters.
+# Means that no count was read. The number is below all counts that `keep_pace` waits for, so `keep_pace` reads one.
 NOT_READ = gl.constexpr(-0x40000000)
 
 # PTX hides the branches from Triton. If Triton 3.8 sees a producer branch on a run-time value, it computes more values
@@ -59,7 +59,7 @@ DONE:
 
 @gluon.jit
 def start_pace(num_tiles_ptr):
-    """Count a producer as running. Without a table (`num_tiles_ptr` is None), do nothing."""
+    """Count a producer as running. If `num_tiles_ptr` is None, do nothing."""
     if num_tiles_ptr is not None:
         gl.atomic_add(num_tiles_ptr + RUNNING, 1, sem="relaxed", scope="gpu")
 
@@ -72,8 +72,8 @@ def keep_pace(
     is_next,  # whether the producer passes a mark in the next call
     passed,  # result of the previous call, or NOT_READ
 ):
-    """If `passes`, count a mark, and wait until the producers have passed `mark` marks each on average. If `is_next`,
-    read the count of marks, which arrives by the next call. Return the newest count. Without a table, do nothing."""
+    """If `passes`, count a mark. Then wait until the producers have passed `mark` marks on average. If `is_next`, start
+    to read the count of all marks for the next call. Return the newest count (`passed` if `num_tiles_ptr` is None)."""
     if num_tiles_ptr is not None:
         # Subtract one mark, because the count of an earlier call lacks the mark that this producer adds now. Counts
         # read during the wait include this mark, and therefore end the wait one mark early.
@@ -85,7 +85,7 @@ def keep_pace(
 
 @gluon.jit
 def end_pace(num_tiles_ptr, num_marks):
-    """Count a producer as ended, and take back its marks. Without a table, do nothing."""
+    """Count a producer as ended, and take back its marks. If `num_tiles_ptr` is None, do nothing."""
     if num_tiles_ptr is not None:
         gl.atomic_add(num_tiles_ptr + RUNNING, -1, sem="relaxed", scope="gpu")
         gl.atomic_add(num_tiles_ptr + PASSED, -PRODUCER_THREADS * num_marks, sem="relaxed", scope="gpu")

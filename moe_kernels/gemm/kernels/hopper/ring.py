@@ -161,7 +161,7 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. Assembly fixes the place of the packing: see `pinned`."""
+    """Pack neighbouring 16-bit columns into 32-bit values. As in `pinned`, assembly keeps the packing in place."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1
@@ -187,8 +187,8 @@ def write(value, desc, at, buffer):
 
 @gluon.jit
 def stage(value, buffer, PIECE: gl.constexpr, PIECES: gl.constexpr):
-    """Write piece PIECE of PIECES column pieces to the staging buffer. Piece 0 must be written first, because the write
-    of piece 0 waits until the last `send` has read the buffer."""
+    """Write the column piece PIECE (of PIECES) to the staging buffer. Piece 0 must be written first, because only the
+    write of piece 0 waits until the previous `send` has read the buffer."""
     if PIECE == 0:
         tma.store_wait(0)
     COLUMNS: gl.constexpr = value.shape[1]

@@ -132,7 +132,7 @@ def _produce_gathered(
     layout: gl.constexpr = gather_layout(COLUMNS)
     r = gl.arange(0, tiles.block_r, layout=gl.SliceLayout(1, layout))
     c = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    # Rounding changes nothing, but tells the compiler that 8 divides both numbers, as 16-byte copies require.
+    # Rounding changes nothing, but tells the compiler that 8 divides row length and stride, as 16-byte copies require.
     num_gathered_columns = num_gathered_columns // 8 * 8
     gathered_stride = gathered_stride.to(gl.int64) // 8 * 8
     step = 0
@@ -312,7 +312,7 @@ def wgrad_kernel(
     num_gathered_columns,
     out_desc,  # [G, K, N], block [BLOCK_K / 2, BLOCK_N / 2]
     bounds_ptr,  # [G + 2]
-    num_tiles_ptr,  # [4]; only the counters of `pace.py` are used
+    num_tiles_ptr,  # [4]; the kernel uses only the last two elements, the counters of `pace.py`
     order_ptr,  # [G]
     num_groups,
     num_columns,  # N

@@ -1,4 +1,4 @@
-"""The routing of a transformers block that the op of the experts computes.
+"""Lets the experts' op compute the routing of a transformers block.
 
 A router of transformers runs about ten PyTorch operations, and more in backward. With few tokens, the host needs longer
 for these operations than the GPU. `enable` therefore replaces the forward of some routers (`routers/deferral.py`) by
@@ -33,7 +33,8 @@ class DeferredRouting:
         return self.settings._replace(w_router=w_router, logit_bias=logit_bias)
 
     def is_of(self, tokens: Tensor) -> bool:
-        """Return whether these tokens were routed. In compiled code, rely on `_passes_on` (`routers/deferral.py`)."""
+        """Return whether the router got this same tensor. Compiled code gets True, because `_passes_on` in
+        `routers/deferral.py` has found in the block's source that router and experts get the same tensor."""
         return torch.compiler.is_dynamo_compiling() or tokens is self.tokens
 
     def compute(self) -> tuple[Tensor, Tensor]:

@@ -104,7 +104,7 @@ def has_interface(module: nn.Module) -> bool:
 
 def _unknown(model: nn.Module, known: set[nn.Module]) -> Iterator[str]:
     """Yield the class of each unsupported module that looks like routed experts, with the reason if one is known. Skip
-    modules inside supported experts or experts of attention, and modules that contain supported experts."""
+    modules inside supported experts or inside `ATTENTION` modules, and modules that contain supported experts."""
     attention = {module for module in model.modules() if type(module).__name__ in ATTENTION}
     inside = {inner for block in known | attention for inner in block.modules()}
     for module in model.modules():

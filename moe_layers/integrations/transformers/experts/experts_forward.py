@@ -35,8 +35,8 @@ NAME = "moe_layers"  # name of `experts_forward` in the experts interface
 ATTRIBUTE = "_moe_layers_experts"  # experts' attribute that holds the ExpertsSpec, set by `enable` or the first call
 FORMS = "_moe_layers_forms"  # experts' attribute that holds the KeptForms (cached e4m3 weights), if a precision is set
 SHARING = "_moe_layers_sharing"  # experts' attribute that holds the Sharing, if `shard_experts` sharded the experts
-ENABLED = "_moe_layers_enabled"  # experts' attribute that holds the experts' name in a model given to `enable`
-DISPATCHED = "_moe_layers_dispatched"  # attribute that holds the experts' name for errors, if transformers shards them
+ENABLED = "_moe_layers_enabled"  # experts' attribute, set by `enable`, that holds the experts' name in the model
+DISPATCHED = "_moe_layers_dispatched"  # attribute of experts sharded by transformers: their name in errors
 TOLD = "_moe_layers_told"  # experts' attribute that exists once `_tell_once` has warned about the experts
 
 
@@ -88,8 +88,8 @@ class ExpertsSpec:
         return {name: tensor for name, tensor in every if not name.startswith("post_expert_norm.")}
 
     def held(self, experts: Any) -> Iterable[Weight]:
-        """Return the weights to check at the first call. Parametrised weights are left out, because PEFT would
-        cache their values after a read."""
+        """Return the weights to check at the first call. Parametrised weights are left out, because reading
+        them would make PEFT cache their values."""
         return dict(experts.named_parameters(recurse=False)).values()
 
     def weights(self, experts: Any) -> tuple[Weight, ...]:
@@ -199,7 +199,7 @@ def _recognise_once(experts: nn.Module) -> None:
 
 
 def _tell_once(experts: Any) -> None:
-    """Warn once if PEFT computes adapters that the kernels could compute after a call of `enable`."""
+    """Warn once if PEFT computes the experts' adapters. The kernels could compute them if the model were enabled."""
     chains = experts.parametrizations.values() if "parametrizations" in experts._modules else ()
     if TOLD in vars(experts) or not any(type(part).__module__.startswith("peft.") for part in chain(*chains)):
         return
@@ -218,7 +218,7 @@ def experts_forward(
     top_k_index: Tensor | DeferredRouting,  # [T, K]; ids outside [0, E) add nothing
     top_k_weights: Tensor | DeferredRouting,  # [T, K]
 ) -> Tensor:  # [T, D]
-    """Compute an experts module, as the forward of the module. The first call raises ValueError, with the reason, for
+    """Compute an experts module, in place of its own forward. The first call raises ValueError, with the reason, for
     unsupported modules."""
     if isinstance(top_k_index, DeferredRouting):
         if top_k_index.is_of(hidden_states):
@@ -241,7 +241,7 @@ def compute_module(
     choice: Tensor | ExpertRows | DeferredRouting,  # [T, K] int32 or int64, or the rows that a dispatcher passes
     topk_weights: Any,  # [T, K] float32; None with a DeferredRouting
     changes: Mapping[str, LowRank],
-    parameters: tuple[Weight, Weight] | None = None,  # these identify the cached e4m3 weights; None: those of `self`
+    parameters: tuple[Weight, Weight] | None = None,  # key of the cached e4m3 weights; None: the parameters of `self`
 ) -> Tensor:  # [T, D]
     """Compute an experts module with the parameters that the module holds."""
     spec: ExpertsSpec = getattr(self, ATTRIBUTE)

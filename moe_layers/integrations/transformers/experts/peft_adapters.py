@@ -98,8 +98,8 @@ def replace_forwards(place: Place) -> None:
 
 
 def adapt(module: Any) -> None:
-    """Replace the forward of a module that is PEFT's wrapper around enabled or sharded experts. For sharded experts,
-    also make the wrapper's `merge` raise. For other experts, warn if the kernels cannot compute the adapters."""
+    """Replace the forward of `module` if it is PEFT's wrapper around enabled or sharded experts. If the experts are
+    sharded, also make the wrapper's `merge` raise. Otherwise warn if the kernels cannot compute the adapters."""
     if not (isinstance(module, nn.Module) and _is_param_wrapper(module)):
         return
     wrapper: Any = module
@@ -129,7 +129,7 @@ def _refuse_to_merge(name: str, parameter: str, *args: object, **kwargs: object)
 
 
 def warn_of_missed_targets(models: list[nn.Module], experts: list[nn.Module], known: dict[str, Any]) -> None:
-    """Warn once per adapter if its `target_parameters` name weights of experts that PEFT did not find.
+    """Warn once per adapter if its `target_parameters` name experts' weights that PEFT did not find.
 
     PEFT finds a parametrised weight, such as a weight in 4 bits, only by the full name of the weight.
 
@@ -180,7 +180,7 @@ def _reason_against(wrapper: Any) -> str | None:
     spec: ExpertsSpec | None = getattr(experts, ATTRIBUTE, None)
     if spec is not None and ATTRIBUTE not in vars(experts):
         return f"a {type(experts).__name__} is around its experts"
-    # Calls of the experts may not reach `experts_forward`, because the user may have chosen another implementation.
+    # If the user has chosen another experts implementation, calls of the experts do not reach `experts_forward`.
     is_computed_here = is_replaced(experts) or DISPATCHED in vars(experts)
     if spec is None or not (is_computed_here or experts.config._experts_implementation == NAME):
         return "moe_layers does not compute its experts"

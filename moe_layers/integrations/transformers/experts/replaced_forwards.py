@@ -17,8 +17,8 @@ _REPLICATE = "_replicate_for_data_parallel"  # method by which nn.DataParallel c
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
-    """Make calls of a module run `forward(module, ...)`, unless another library replaced the module's forward. A
-    wrapper around an earlier replacement remains, and calls the new replacement."""
+    """Let `forward(module, ...)` replace the module's forward. Another library's wrapper around an earlier
+    replacement remains, and calls the new one. Any other forward that another library has set stays in use."""
     vars(module)[_FORWARD] = forward
     if "forward" not in vars(module):
         module.forward = _Forward(module).run
@@ -46,7 +46,7 @@ def has_other_forward(module: nn.Module) -> bool:
 
 def has_only_own_forward(module: nn.Module) -> bool:
     """Return whether this package replaced the module's forward, and no other library wrapped the replacement."""
-    # PyTorch 2.11 compiles this form of the check, and not that of `_is_run`.
+    # PyTorch 2.11 compiles this form of the check correctly, but not the form in `_is_run`.
     return isinstance(module.forward, MethodType) and isinstance(module.forward.__self__, _Forward)
 
 

@@ -55,8 +55,8 @@ def release_routers(model: nn.Module) -> None:
 
 
 def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.Module]:
-    """Return the names of the block and the router of the experts called `name`, and the experts module. Raise
-    ValueError if the router is not supported."""
+    """Return (block's name, router's name, experts module) for the experts called `name`. Raise ValueError if the
+    router is not supported."""
     found = router_in_block(modules, name)
     if found is None:
         raise ValueError(
@@ -73,8 +73,8 @@ def _router_of(modules: dict[str, nn.Module], name: str) -> tuple[str, str, nn.M
 
 
 def router_in_block(modules: dict[str, nn.Module], name: str) -> tuple[str, str] | None:
-    """Return the names of the block and the router of the experts called `name`, or None without a router. The block
-    may be the experts module itself. Wrappers may be around the experts and around the router."""
+    """Return (block's name, router's name) for the experts called `name`, or None without a router. The block may be
+    the experts module itself. Wrappers may be around the experts and around the router."""
     parts = name.split(".") if name else []
     for block in (".".join(parts[:length]) for length in range(len(parts), -1, -1)):
         for child in _NAMES:

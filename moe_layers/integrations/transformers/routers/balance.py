@@ -15,7 +15,7 @@ from .model_forward import check_single_loss
 def balance_routing(
     model: nn.Module, losses: BalanceLosses | None = None, *, num_tokens: int | Tensor | None = None
 ) -> None:
-    """Count the experts that training forwards choose from now on, and add the gradients of auxiliary losses.
+    """From now on, count the experts chosen in training mode, and add the gradients of auxiliary losses.
 
     `update_selection_bias`, `carry_expert_counts` and `reset_expert_counts` use the counts. Losses behave as in
     `MoEFeedForward`. Every backward through a layer's output adds the gradients of the losses. `aux_losses` returns the

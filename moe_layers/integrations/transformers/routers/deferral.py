@@ -1,7 +1,7 @@
-"""Recognises routers of transformers that the op of the experts can compute: see `experts/deferred_routing.py`.
+"""Recognises the transformers routers that the experts' op can compute: see `experts/deferred_routing.py`.
 
-A router is recognised by its results on test tokens, and its block by its source: the block must pass the router's
-choice and weights to the experts, and do nothing else with them. Other routers and blocks run unchanged.
+A router is recognised by its results on test tokens. A block is recognised by its source code: the block must pass the
+router's choice and weights to the experts, and do nothing else with them. Other routers and blocks run unchanged.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class RouterForm:
     attributes: dict[str, Any]  # the router's numbers and strings, which other code may change later
     implementation: str | None  # the experts' implementation: "triton", or None to choose by device
     child: str  # name of the router in its block
-    block: nn.Module | None  # None in a copy of the router alone, such as PEFT's `modules_to_save` makes
+    block: nn.Module | None  # None if only the router was copied, as PEFT does for `modules_to_save`
     forwards: tuple[Any, Any, Any]  # forwards of the classes of block, router and experts, which other code may replace
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RouterForm:
@@ -53,8 +53,8 @@ class RouterForm:
 
 
 def router_forward(self: nn.Module, hidden_states: Tensor) -> tuple[Any, Any, Any]:
-    """Return (None, routing, routing) with a `DeferredRouting`, or the results of the router's class if anything but
-    the experts may read them."""
+    """Return (None, routing, routing), where routing is a `DeferredRouting`. If kernels do not run, or if anything but
+    the experts may read the routing, return the results of the router's class."""
     form: RouterForm = getattr(self, FORM)
     if not _defers(self, form, hidden_states):
         return type(self).forward(self, hidden_states)
@@ -81,8 +81,8 @@ def _defers(router: nn.Module, form: RouterForm, tokens: Tensor) -> bool:
 
 
 def _takes_routing(experts: Any, forward: Any) -> bool:
-    """Return whether `experts_forward` computes the experts, and no hook or wrapped forward of the experts, or of
-    PEFT's wrappers around the experts, would get a DeferredRouting."""
+    """Return whether `experts_forward` computes the experts, and no other code would get the DeferredRouting: neither
+    hooks nor wrapped forwards of the experts or of PEFT's wrappers around the experts."""
     while experts is not None and not has_hooks(experts):
         if "forward" in vars(experts) and not has_only_own_forward(experts):
             return False
@@ -95,13 +95,13 @@ def _takes_routing(experts: Any, forward: Any) -> bool:
 
 
 def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Module, RouterForm] | None:
-    """Return the router of these experts and its form, or None if the experts' op cannot compute the router.
+    """Return the router of these experts and its `RouterForm`, or None if the experts' op cannot compute the router.
     `modules` are the modules of the whole model by name."""
     found = router_in_block(modules, part.name)
     if found is None or not has_interface(part.experts) or part.spec.normed or part.spec.implementation == "reference":
         return None
     block, router = (modules[name] for name in found)
-    child = found[1].rpartition(".")[2]  # "base_layer" in PEFT's wrapper of a router, which no forward calls
+    child = found[1].rpartition(".")[2]  # if PEFT wraps the router, "base_layer", which no block calls
     forwards = type(block).forward, type(router).forward, type(part.experts).forward
     is_known = all(str(forward.__module__).startswith(_MODELS) for forward in forwards[:2])
     if not is_known or not _passes_on(forwards[0], child) or (operands := _recognised(router)) is None:
@@ -116,8 +116,8 @@ def deferrable_router(modules: dict[str, nn.Module], part: Found) -> tuple[nn.Mo
 
 @torch.no_grad()
 def _recognised(router: Any) -> LinearRouter | None:
-    """Return the operands, without parameters, of a linear router whose weights are a softmax. Return None for any
-    other router."""
+    """Return a router's operands, without parameters, if it is linear and its routing weights are a softmax. Return
+    None for any other router."""
     parameters, top_k = router._parameters, getattr(router, "top_k", None)
     is_linear = set(parameters) - {"bias"} == {"weight"} and not (router._modules or router._buffers)
     takes_tokens = len(inspect.signature(type(router).forward).parameters) == 2
@@ -132,7 +132,7 @@ def _recognised(router: Any) -> LinearRouter | None:
     out = logits = None
     for dtype in (torch.bfloat16, torch.float32):
         held = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
-        # Test in training mode, because noise would change the results.
+        # Test in training mode, so that routers with noise fail: noise changes the results.
         vars(tested).update(_parameters={**dict.fromkeys(parameters), **held}, training=True)
         with torch.random.fork_rng(devices=[]):
             out = type(router).forward(tested, tokens.to(dtype))

@@ -39,14 +39,14 @@ class RoutingCallback(TrainerCallback):
         trainer = Trainer(model, ...)
         trainer.add_callback(RoutingCallback(trainer))
 
-    Whenever the Trainer logs its loss, the callback adds the statistics of the training forwards since the last log.
-    The statistics are written to the log history and to every destination in `report_to`. `routing/<metric>` is a mean,
-    sum or maximum over the layers, and `routing/<layer>/<metric>` is the value of one layer. With several ranks,
+    Whenever the Trainer logs its loss, the callback adds the statistics of the calls in training mode since the last
+    log. The statistics are written to the log history and to every destination in `report_to`. `routing/<metric>` is a
+    mean, sum or maximum over the layers, and `routing/<layer>/<metric>` is the value of one layer. With several ranks,
     statistics cover all ranks of `group`.
 
-    If `balance_routing` got no `num_tokens`, the callback divides the gradients of its losses by the number of
-    accumulation steps. With `fp16=True`, the callback multiplies the losses' gradients by the GradScaler's scale. The
-    counts of the loss `global_batch` include the earlier accumulated calls of the same step.
+    If `balance_routing` got no `num_tokens`, the callback divides the gradients of the auxiliary losses by the number
+    of accumulation steps. With `fp16=True`, the callback multiplies these gradients by the GradScaler's scale. The loss
+    `global_batch` also counts the experts chosen in earlier accumulated calls of the same step.
 
     Args:
         trainer: a Trainer whose model has MoE blocks of transformers.

@@ -41,7 +41,7 @@ class Sharing:
             made = self.style.make_dispatcher(chosen, self.ranks, any_lengths=True, name=self.name)
             self._dispatchers[chosen] = made
         share = ExpertsOfModule(self, experts, reserved_sms=self.style.sms_of(chosen))
-        # Let a recomputation repeat the choice, because another choice would send and save a different number of rows.
+        # A recomputation must reuse the chosen experts. Other experts would change the number of sent and saved rows.
         slots = Slots(kept_choice(topk_experts), topk_weights, logits=topk_weights)  # `logits` is an unread placeholder
         out = self._dispatchers[chosen].run(tokens, slots, share).wait().to(tokens.dtype)
         # Copy an output that is a view, because a view loses FSDP2's hooks if the model changes the view in place.
@@ -58,7 +58,7 @@ class Sharing:
         return self.ranks.size if self.style.average_gradients else 1
 
     def own(self, change: LowRank) -> LowRank:
-        """Return this rank's slices of PEFT's factors, whose gradients backward multiplies by `replicated_scale`."""
+        """Return this rank's slices of PEFT's factors. Their gradients are multiplied by `replicated_scale`."""
         num_local = self.num_experts // self.ranks.size
         first = self.ranks.rank * num_local
         return LowRank(*(scale_gradient(part[first : first + num_local], self.replicated_scale) for part in change))
@@ -88,8 +88,8 @@ class ExpertsOfModule:
             yield from change
 
     def __call__(self, rows: ExpertRows) -> Tensor:
-        # Pass the module's own parameters, by which the cache of e4m3 weights identifies a weight. The local parts are
-        # new objects in each call.
+        # The cache of e4m3 weights identifies a weight by its parameter. Pass the module's own parameters, because the
+        # local parts are new objects in each call.
         parameters = stored_pair(self.experts, self.spec) if self.precision is not None else None
         with local_parts(self.experts, self.spec, self.sharing.replicated_scale):
             return compute_module(self.experts, rows.tokens, rows, rows.topk_weights, self.changes, parameters)

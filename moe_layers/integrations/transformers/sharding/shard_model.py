@@ -95,7 +95,7 @@ def shard_experts(
     may be added before or after this call. Afterwards `disable` refuses the model; `save_sharded` writes the model.
 
     The recomputation of a checkpointed layer must choose the same experts as the forward. Use
-    `context_fn=save_communication`, which saves the choice. The recomputation then repeats no collective.
+    `context_fn=save_communication`, which saves the chosen experts. The recomputation then repeats no collective.
 
     Args:
         model: an enabled model.
@@ -113,10 +113,10 @@ def shard_experts(
 
     Raises:
         ValueError: the model is not enabled or is sharded already, or its parameters are DTensors or partitioned by
-            DeepSpeed's ZeRO-3. Other causes: an argument is wrong, experts cannot be divided, PEFT itself computes an
-            adapter, the ranks disagree, or a rank does not call this function. All ranks raise within `seconds`, before
-            anything changes. A rank with a wrong mesh raises at once. The other ranks then raise as if that rank had
-            not called.
+            DeepSpeed's ZeRO-3. Other causes: an argument is wrong, experts cannot be divided, the kernels cannot
+            compute an adapter, the ranks disagree, or a rank does not call this function. All ranks raise within
+            `seconds`, before anything changes. A rank with a wrong mesh raises at once. The other ranks then raise as
+            if that rank had not called.
         NotImplementedError: the "overlapped" dispatcher does not support the model's experts.
     """
     group = group_of(_OP, mesh)
