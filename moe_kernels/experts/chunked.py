@@ -152,7 +152,8 @@ class ExpertsInParts:
         return self._up_low
 
     def _destination(self, part: int, preactivation: Tensor) -> Destination:
-        """Return the tensors for dH and A_w of all chunks, and the row of each slot of this chunk in these tensors."""
+        """Return the tensors that hold all chunks' gradients of pre-activations and weighted activations. Also return
+        the row in these tensors of each slot of this chunk."""
         whole = self.whole
         if self._hidden is None:
             num_rows, d_ff = len(whole.row_to_token), self.experts.weights.w_down.shape[2]

@@ -68,7 +68,8 @@ class Rows(NamedTuple):
     def matrices(
         self, weight: Weight | ScaledWeight, dtype: torch.dtype, *, transposed: bool = False
     ) -> Matrices:  # [E, out, in]; [E, in, out] if transposed
-        """Return the weight as a GEMM's second operand. Dequantise a `QuantizedWeight` if `decodes` returns False."""
+        """Return the weight as a GEMM's second operand. A `QuantizedWeight` stays quantised if the GEMM decodes
+        the weight (see `decodes`). Otherwise it is dequantised here."""
         if isinstance(weight, QuantizedWeight) and self.decodes(weight):
             return QuantizedMatrices(weight, transposed)
         if isinstance(weight, ScaledWeight):

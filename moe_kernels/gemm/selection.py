@@ -282,8 +282,10 @@ def choose_copies(tokens: Tensor, w_up: Tensor, d_ff: int, num_rows: int, assume
 
     The copy of tokens in the backward pass raises peak memory, because the copy exists together with the largest
     gradient. The rule therefore makes this copy only if the result of w_up's GEMM also has at least 2560 columns. The
-    result has 2 * d_ff columns with a gated activation, or d_ff with a plain one. In the forward pass, only a GEMM that
-    reads copied rows can apply a plain activation in its epilogue.
+    result has 2 * d_ff columns with a gated activation, or d_ff with a plain one.
+
+    The copy of tokens in the forward pass has a second use: only a GEMM that reads copied rows can apply a plain
+    activation in its epilogue.
 
     Args:
         w_up: the weight, or a meta tensor with its shape, strides and dtype.

@@ -172,7 +172,7 @@ def _(dweights, topk_experts, logits, dlogits_direct, split_dtype, settings):
     return empty_dlogits(dweights, logits.shape[1], split_dtype)
 
 
-# `_TAKEN` marks padding without an expert and keys to ignore. All other keys are higher, even the key of -inf.
+# Key of lanes past the last expert, and of experts to ignore. All other keys are higher, even the key of -inf.
 _TAKEN = tl.constexpr(-(2**31))  # pyright: ignore[reportCallIssue]  # for pyright, tl.constexpr is Any
 
 

@@ -130,7 +130,7 @@ def topk_backward_op(
     num_experts: int,
     split_dtype: torch.dtype | None,
 ) -> Tensor:  # [T, E] float32; [T, 2E] with a split dtype
-    """Return the gradient of the logits. `halves_dtype` explains the split."""
+    """Return the gradient of the logits. A split dtype gives two halves: see `linear.halves_dtype`."""
     num_tokens, top_k = topk_experts.shape
     dlogits = empty_dlogits(dweights, num_experts, split_dtype)
     if num_tokens:

@@ -97,9 +97,9 @@ class _Parameters:
         self._values = bytearray()
         self._starts: list[int] = []
         self._sizes: list[int] = []
-        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, number in _bases, byte offset in tensor
+        self._pointers: list[tuple[int, int, int]] = []  # offset in _values, index in _bases, byte offset in tensor
         self._maps: list[tuple[int, int, int]] = []  # per CUtensorMap, the numbers that `_pointers` has per pointer
-        self._bases: dict[int, int] = {}  # index of a tensor in `run`'s list -> its number, in order of first use
+        self._bases: dict[int, int] = {}  # index of a tensor in `run`'s list -> its index here, in order of first use
         # A descriptor can be encoded with any aligned address, because each run replaces the address.
         self._anchor = torch.empty(1024, dtype=torch.uint8, device=device)
 

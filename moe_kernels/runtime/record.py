@@ -29,7 +29,7 @@ from .pytorch import EMPTY_STRIDED, unseen_by_autocast
 from .recording import Form, Memory, RecordedCall, RecordedLaunch, Recording, Ref, view_of
 
 _ALIGNMENT = 512  # alignment in bytes of PyTorch's caching allocator; recorded launches rely on this alignment
-_MOST_EXTRA_BYTES = 64 << 20  # maximum rise of the peak in bytes for which a run allocates everything first
+_MOST_EXTRA_BYTES = 64 << 20  # a run allocates all tensors first if this raises the peak by at most this many bytes
 # Maximum size in bytes of a small tensor if the peak would rise by more than `_MOST_EXTRA_BYTES`. Otherwise all tensors
 # count as small. The block holds the small temporaries. Other small tensors may stay allocated after their last use.
 _MOST_SMALL_BYTES = 1 << 20
@@ -116,7 +116,8 @@ class Record:
         return run
 
     def _readers(self, arguments: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Callable[[list[Any]], Any]]]:
-        """Return (key, function that makes the argument) for each argument that is or holds a tensor."""
+        """Return (key, reader) for each argument that is or holds a tensor. A reader takes a run's list `memory` and
+        returns the argument."""
         readers = []
         for key, value in arguments:
             if isinstance(value, Ref):

@@ -63,7 +63,7 @@ def runs_as_one_op(
 
 
 def runs_unseen(implementation: str | None, tokens: Tensor) -> bool:
-    """Return whether kernels compute the tokens, and no dispatch mode or `torch.jit.trace` watches the single ops."""
+    """Return whether kernels run for these tokens, and neither a dispatch mode nor `torch.jit.trace` sees each op."""
     if not torch.compiler.is_dynamo_compiling() and (
         jit_tracing_state() is not None or (num_dispatch_modes() and type(tokens) is Tensor)
     ):

@@ -10,9 +10,9 @@ gradients of replicated parameters are averaged like those of the rest of the mo
         fully_shard(layer, mesh=all_processes)
     fully_shard(model, mesh=all_processes)
 
-Each rank has its own tokens. If n ranks share a batch, averaging divides the summed gradients by n. The gradient of
-an expert is already a sum over the P ranks of its mesh, and FSDP2 divides this gradient by n / P. The layer divides
-this gradient by P, so that all parameters get the gradient of the ranks' mean loss.
+Each of n ranks has its own part of the batch, and averaging divides the summed gradients by n. The gradient of an
+expert is already a sum over the P ranks of its mesh, so FSDP2 divides it only by n / P. The layer divides it by P, so
+that all parameters get the gradient of the ranks' mean loss.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Arguments(abc.ABC):
     @abc.abstractmethod
     def selection_key(self) -> tuple[Any, ...]:
         """Return all properties that decide which kernels can run and which is fastest, except class and
-        `accumulator_type`. Most classes round the number of rows up to a power of two. Zero rows have a separate key."""
+        `accumulator_type`. Most classes round the number of rows up to a power of two. Zero rows have their own key."""
 
     @abc.abstractmethod
     def table_key(self) -> str:

@@ -125,7 +125,7 @@ class ExpertLoRA(nn.Module):
 
 
 class ActiveAdapter(NamedTuple):
-    factors: ExpertAdapters  # factors of this rank's experts
+    factors: ExpertAdapters  # factors of the experts that this process holds
     dropout: float  # current probability of dropout; 0 in evaluation
 
 
