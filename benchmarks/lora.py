@@ -38,7 +38,7 @@ from .common.command import Command
 from .common.layers import make_layer, make_tokens, measure_memory, passes
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import copy_bytes_per_ms, in_a_graph, timed
+from .common.timing import in_a_graph, timed
 
 FACTORS = ("up_a", "up_b", "down_a", "down_b")
 _CHECKED_TOKENS = 512
@@ -139,6 +139,12 @@ def check(module: Adapted, tokens: Tensor) -> None:
             assert error < 0.02, f"{module.form} {name}: relative error {error}"
 
 
+def adapter_bytes(shape: Shape, rank: int, itemsize: int) -> int:
+    """Return the number of bytes in all rows that the adapters' own products read and write, once per product."""
+    wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff  # 2 X, 2 G, 2 dH, A, 2 A_w: see fused_op.py
+    return itemsize * shape.num_rows * (wide + 12 * rank)
+
+
 def bench(shape: Shape, rank: int, options: argparse.Namespace) -> list[Row]:
     device, dtype, forms = options.device, options.dtype, options.forms
     functions: dict[str, Callable[[], object]] = {}
@@ -159,10 +165,11 @@ def bench(shape: Shape, rank: int, options: argparse.Namespace) -> list[Row]:
         functions = {form: in_a_graph(run) for form, run in functions.items()}
     dense = dense_gemms(shape, device, dtype)
     functions |= {f"dense/{name}": dense[name] for name in ("up", "down", "down_dgrad", "up_dgrad")}
+    moved = torch.empty(shape.num_rows, shape.d_model, device=device, dtype=dtype)
+    target = torch.empty_like(moved)
+    functions["copy"] = lambda: target.copy_(moved)
     timings = timed(functions, options)
-    # The adapters' own products read or write the rows 2 X, 2 G, 2 dH, A and 2 A_w (see fused_op.py), once per product.
-    wide = 4 * shape.d_model + 2 * 2 * shape.d_ff + 3 * shape.d_ff
-    traffic_ms = dtype.itemsize * shape.num_rows * (wide + 12 * rank) / copy_bytes_per_ms(device)
+    traffic_ms = timings["copy"].ms * adapter_bytes(shape, rank, dtype.itemsize) / (2 * moved.nbytes)
     gemms_ms = sum(timing.ms for name, timing in timings.items() if name.startswith("dense/"))
     return [
         {

@@ -35,7 +35,7 @@ from .common.command import Command, each, print_rows
 from .common.layers import VARIANTS, make_layer, make_tokens, passes
 from .common.results_file import Row, Task
 from .common.shapes import Shape
-from .common.timing import copy_bytes_per_ms, time_interleaved, timed
+from .common.timing import time_interleaved, timed
 
 STEADY_MS = 400.0  # least time to profile, because a GPU that has just started work has other clocks than in training
 SUM = "CUDAFunctor_add<c10::BFloat16>"  # part of the name of PyTorch's kernel that adds two gradients of the tokens
@@ -150,7 +150,11 @@ def account(shape: Shape, activation: str, options: argparse.Namespace) -> list[
     launches = profile_steps(step)
     kernels = label(launches, gemms, moved, 3 * tokens.nbytes)
     dense = {gemm.stage: dense_product(gemm, dtype) for gemm in gemms}
-    timings, bytes_per_ms = timed({"step": step, **dense}, options), copy_bytes_per_ms(options.device)
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    functions = {"step": step, "copy": lambda: target.copy_(source), **dense}
+    timings = timed(functions, options)
+    bytes_per_ms = 2 * source.numel() / timings["copy"].ms
     rows = []
     for (stage, gemm, bytes_moved), (name, ms) in zip(kernels, launches, strict=True):
         bound = timings[gemm.stage].ms if gemm else bytes_moved / bytes_per_ms if bytes_moved else None

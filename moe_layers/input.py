@@ -102,9 +102,10 @@ def restore_shape(
     out: Tensor,  # [T, D]
     info: TokenInfo,
 ) -> Tensor:  # [..., D]
-    """Return the output in the shape of the layer's input, not as a view. FSDP2's hook on the output gathers parameters
-    before backward, and an in-place change of a view would lose the hook. The result shares memory with `out` but not
-    the version counter. If a hook of the experts keeps `out`, PyTorch misses in-place changes of the result."""
+    """Return the output in the shape of the layer's input. The result shares the memory of `out`, but autograd does not
+    treat it as a view: FSDP2's hook on the output gathers parameters before backward, and an in-place change of a view
+    would lose this hook. If a hook of the experts keeps `out`, PyTorch does not notice in-place changes of the result.
+    """
     return _unsafe_view(out, info.shape)
 
 

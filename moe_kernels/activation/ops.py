@@ -16,7 +16,7 @@ from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment, empty_rows
-from ..runtime.triton import triton
+from ..runtime.triton import cdiv, next_power_of_2
 from ..specs import Activation, as_activation
 from ..types import ScaledRows
 from .functions import ACTIVATIONS
@@ -62,7 +62,7 @@ class RowBias(NamedTuple):
 
 def _block(num_columns: int) -> tuple[int, int]:
     """Return (rows, columns) of a tile that keeps four warps busy without spilling registers."""
-    block_f = min(triton.next_power_of_2(num_columns), 512)
+    block_f = min(next_power_of_2(num_columns), 512)
     return max(1, 2048 // block_f), block_f
 
 
@@ -99,7 +99,7 @@ def _launch_forward(
         block_r, block_f = _block(d_ff if scales is None else max(d_ff, BLOCK))
         launch_kernel(
             activation_kernel,
-            (triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f)),
+            (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
             preactivation,
             preactivation.stride(),
             *(bias or (None, None)),
@@ -160,7 +160,7 @@ def _activation_backward_op(
         block_r, block_f = _block(d_ff)
         launch_kernel(
             activation_backward_kernel,
-            (triton.cdiv(num_rows, block_r), triton.cdiv(d_ff, block_f)),
+            (cdiv(num_rows, block_r), cdiv(d_ff, block_f)),
             preactivation,
             preactivation.stride(),
             dactivated,
@@ -235,7 +235,7 @@ def launch_weighted_activation_backward(
         block_s, block_f = _slot_block(d_ff)
         launch_kernel(
             weighted_activation_backward_kernel,
-            (triton.cdiv(num_items, block_s),),
+            (cdiv(num_items, block_s),),
             preactivation,
             preactivation.stride(0),
             *(bias or (None, None)),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel, with_strides
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 
 def row_to_expert(
@@ -28,10 +28,10 @@ def launch_segment_sum(
     num_groups, num_columns = len(bounds) - 2, rows.shape[1]
     out = rows.new_empty(num_groups, num_columns, dtype=torch.float32)
     if out.numel():
-        block_n = min(triton.next_power_of_2(num_columns), 64)
+        block_n = min(next_power_of_2(num_columns), 64)
         launch_kernel(
             _segment_sum_kernel,
-            (num_groups, triton.cdiv(num_columns, block_n)),
+            (num_groups, cdiv(num_columns, block_n)),
             *with_strides(rows),
             row_to_token,
             row_weights,

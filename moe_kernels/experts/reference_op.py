@@ -83,7 +83,8 @@ def _run_by_token(
     adapters = options.get("adapters")
     shared = w_up, w_down, options["b_up"], options["b_down"], *([] if adapters is None else adapters[:4])
     # Widen the tensors that all tokens share, so that autograd sums their gradients over tokens in float32.
-    wide = [tensor if tensor is None or not torch.is_grad_enabled() else widened(tensor) for tensor in shared]
+    is_summed = [tensor is not None and tensor.requires_grad and torch.is_grad_enabled() for tensor in shared]
+    wide = [widened(tensor) if summed else tensor for tensor, summed in zip(shared, is_summed, strict=True)]
 
     def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
         given = [to if to is tensor else _Narrowed.apply(to, tensor) for to, tensor in zip(wide, shared, strict=True)]
@@ -106,11 +107,15 @@ class _Narrowed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-        ctx.dtype = inputs[0].dtype
+        ctx.wide, ctx.narrow = (tensor.dtype for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient.to(ctx.dtype), None
+        return gradient.to(ctx.wide), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: Tensor | None) -> Tensor:
+        return tangent.to(ctx.narrow)
 
 
 @registered_op("reference_experts")

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..permutation.permute import combine_block
 from ..runtime.launch import launch_kernel
 from ..runtime.row_layout import alignment
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _MOST_COLUMNS = 1024  # maximum BLOCK_D: number of columns that one program loads from a row of dX and from w_router
 
@@ -40,7 +40,7 @@ def launch_combine_with_router(
         block_d = min(combine_block(d_model), _MOST_COLUMNS)
         launch_kernel(
             _combine_with_router_kernel,
-            (num_tokens, triton.cdiv(d_model, block_d)),
+            (num_tokens, cdiv(d_model, block_d)),
             rows,
             rows.stride(),
             slot_to_row,
@@ -64,11 +64,11 @@ def _slot_terms(
     """Return the expert of each slot and the gradient of its logit. A dropped slot gets an arbitrary expert."""
     num_tokens, top_k = slot_to_row.shape
     slot_experts, dlogits = torch.empty_like(slot_to_row), torch.empty_like(topk_weights)
-    num_experts, block_k = bounds.shape[0] - 2, triton.next_power_of_2(top_k)
+    num_experts, block_k = bounds.shape[0] - 2, next_power_of_2(top_k)
     block_t = max(1, 256 // block_k)
     launch_kernel(
         _slot_terms_kernel,
-        (triton.cdiv(num_tokens, block_t),),
+        (cdiv(num_tokens, block_t),),
         topk_weights,
         dweights,
         slot_to_row,

@@ -24,7 +24,7 @@ from ..quantization.fp8_rows import launch_quantize_rows
 from ..quantization.fp8_weights import launch_quantize_weight
 from ..quantization.kernels import launch_dequantize
 from ..runtime.row_layout import empty_aligned, empty_rows, has_aligned_rows
-from ..runtime.triton import triton
+from ..runtime.triton import cdiv
 from ..specs import Activation
 from ..types import ExpertWeights, Permutation, QuantizedWeight, ScaledRows, ScaledWeight, TileTable, Weight
 from .expert_bias import row_to_expert
@@ -188,10 +188,7 @@ class Rows(NamedTuple):
             return None
         # Look for a kernel before allocating the results. Expanded tensors of one row stand for the results here.
         dpreactivation, weighted = (preactivation.new_empty(1, n).expand(num_rows, n) for n in (2 * d_ff, d_ff))
-        row_weights, row_sums = (
-            topk_weights.new_empty(num_rows),
-            topk_weights.new_empty(num_rows, triton.cdiv(d_ff, COLUMNS)),
-        )
+        row_weights, row_sums = topk_weights.new_empty(num_rows), topk_weights.new_empty(num_rows, cdiv(d_ff, COLUMNS))
         args = ActivationGradientArguments(
             a,
             b,

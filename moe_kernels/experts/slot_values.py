@@ -6,7 +6,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 _BLOCK = 1024
 
@@ -15,7 +15,7 @@ def launch_row_weights(topk_weights: Tensor, slot_to_row: Tensor, row_weights: T
     """Write each slot's weight [T, K] to its row in [R]. Rows without a slot are not written."""
     num_slots = topk_weights.numel()
     if num_slots:
-        grid = (triton.cdiv(num_slots, _BLOCK),)
+        grid = (cdiv(num_slots, _BLOCK),)
         launch_kernel(_row_weights_kernel, grid, topk_weights, slot_to_row, row_weights, num_slots, BLOCK=_BLOCK)
 
 
@@ -23,9 +23,9 @@ def launch_slot_sums(row_sums: Tensor, slot_to_row: Tensor) -> Tensor:  # [R, C]
     """Return the sum over the columns of each slot's row, added in a fixed order. A dropped slot gets 0."""
     sums, num_slots, num_columns = row_sums.new_empty(slot_to_row.shape), slot_to_row.numel(), row_sums.shape[1]
     if num_slots:
-        block_c = min(triton.next_power_of_2(num_columns), _BLOCK)
+        block_c = min(next_power_of_2(num_columns), _BLOCK)
         block_s = _BLOCK // block_c
-        grid = (triton.cdiv(num_slots, block_s),)
+        grid = (cdiv(num_slots, block_s),)
         options = {"BLOCK_S": block_s, "BLOCK_C": block_c}
         launch_kernel(_slot_sums_kernel, grid, row_sums, slot_to_row, sums, num_slots, num_columns, **options)
     return sums

@@ -208,9 +208,10 @@ def _differentiate(
     overwrite: bool,
     scaled: ScaledRows | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # dH, A_w, dtopk_weights
-    """Return dH, A_w and dtopk_weights, from dA' = given @ w_down, the gradient of A_w. If a fused kernel is faster,
-    one GEMM computes all results. Otherwise a GEMM writes dA', a second kernel computes the results, and A_w overwrites
-    dA'. With a `destination`, dH and A_w are written to `destination` instead, and dA' is returned in place of A_w."""
+    """Return dH, A_w and dtopk_weights. A_w is the activation times the routing weight, and dA' = given @ w_down is the
+    gradient of A_w. If a fused kernel is faster, one GEMM computes all results. Otherwise a GEMM computes dA', and a
+    second kernel computes the results and stores A_w in the memory of dA'. With a `destination`, the second kernel
+    writes dH and A_w to `destination`, and the second result is dA'."""
     activation, b_up = experts.kind(), experts.weights.b_up
     w_down = rows.matrices(experts.weights.w_down, given.dtype)  # [E, D, F]
     if b_up is None and extra is None and destination is None and scaled is None:

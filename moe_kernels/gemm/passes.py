@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel, with_strides
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import TileTable
 
 _BLOCK_ROWS = 16
@@ -22,10 +22,10 @@ def launch_bias_and_scale(
     group do not change."""
     if not rows.numel():
         return
-    block_n = min(triton.next_power_of_2(rows.shape[1]), 256)
+    block_n = min(next_power_of_2(rows.shape[1]), 256)
     launch_kernel(
         _bias_and_scale_kernel,
-        (len(table.tiles), triton.cdiv(rows.shape[1], block_n)),
+        (len(table.tiles), cdiv(rows.shape[1], block_n)),
         *with_strides(rows),
         *with_strides(bias),
         *with_strides(row_scale),
@@ -90,7 +90,7 @@ def launch_row_scale_backward(
     if num_rows:
         launch_kernel(
             _row_scale_backward_kernel,
-            (triton.cdiv(num_rows, _BLOCK_ROWS),),
+            (cdiv(num_rows, _BLOCK_ROWS),),
             *with_strides(dout),
             *with_strides(row_scale),
             rows,
@@ -101,7 +101,7 @@ def launch_row_scale_backward(
             len(offsets),
             num_rows,
             num_columns,
-            G_P2=triton.next_power_of_2(len(offsets)),
+            G_P2=next_power_of_2(len(offsets)),
             BLOCK_R=_BLOCK_ROWS,
             BLOCK_N=128,
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.launch import launch_kernel
-from ..runtime.triton import tl, triton
+from ..runtime.triton import next_power_of_2, tl, triton
 from ..types import TileTable
 
 MAX_GROUPS = 8192
@@ -25,8 +25,8 @@ def table_blocks(num_groups: int) -> dict[str, int]:
     A program compares ENTRY_BLOCK entries with all groups at once. A small ENTRY_BLOCK needs few registers, so that an
     SM can run many programs. PROGRAM_ENTRIES is large enough that a program's scan of all groups costs little per
     entry, but small enough that no program takes long."""
-    entries = min(max(1024 // triton.next_power_of_2(num_groups), 1), 64)
-    return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, triton.next_power_of_2(num_groups) // 128)}
+    entries = min(max(1024 // next_power_of_2(num_groups), 1), 64)
+    return {"ENTRY_BLOCK": entries, "PROGRAM_ENTRIES": max(entries, next_power_of_2(num_groups) // 128)}
 
 
 def tile_capacity(num_rows: int, num_groups: int, block_rows: int) -> int:
@@ -123,7 +123,7 @@ def write_table(table: TileTable, offsets: Tensor, num_rows: int) -> None:
         num_rows,
         capacity,
         num_groups,
-        G_P2=triton.next_power_of_2(num_groups),
+        G_P2=next_power_of_2(num_groups),
         BLOCK_ROWS=block_rows,
         **table_blocks(num_groups),
     )

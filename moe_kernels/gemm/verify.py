@@ -14,7 +14,7 @@ from .. import reference
 from ..quantization.decode import decode_weight
 from ..reference_fp8 import BLOCK, dequantize_blocks
 from ..runtime.dispatch import without_autocast
-from ..runtime.triton import triton
+from ..runtime.triton import cdiv
 from ..testing import assert_accurate
 from .arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from .arguments.base import Arguments
@@ -244,7 +244,7 @@ def _of_product(a: Tensor, b: Tensor, out: Tensor, epilogue: str | None) -> Comp
 
 
 def _of_gemm(args: GemmArguments, first: int) -> Iterator[Comparison]:
-    blocks = triton.cdiv(args.out.shape[-2], _BLOCK_ROWS)
+    blocks = cdiv(args.out.shape[-2], _BLOCK_ROWS)
     for sample in _sampled(args.num_batches * blocks, first):
         batch, block = divmod(sample, blocks)
         a, b, out = (t[batch] if t.dim() == 3 else t for t in (args.A, args.B, args.out))

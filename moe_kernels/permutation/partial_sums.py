@@ -9,7 +9,7 @@ from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import on_device_of
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, tl, triton
 
 _BLOCK = 1024
 
@@ -49,7 +49,7 @@ def launch_sum_shares(own: Tensor, received: Tensor, rank: int, out: Tensor) -> 
     num_rows, num_columns = (1, out.numel()) if out.is_contiguous() else out.shape
     launch_kernel(
         _sum_shares_kernel,
-        (num_rows * triton.cdiv(num_columns, _BLOCK),),
+        (num_rows * cdiv(num_columns, _BLOCK),),
         own,
         received,
         out,

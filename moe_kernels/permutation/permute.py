@@ -13,7 +13,7 @@ from ..runtime.dispatch import choose
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.row_layout import alignment
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import Permutation
 
 
@@ -84,16 +84,16 @@ def _permute_op(tokens: Tensor, row_to_token: Tensor, slot_to_row: Tensor) -> Te
         top_k = slot_to_row.shape[1]
         launch_kernel(
             _zero_padding_kernel,
-            (triton.cdiv(num_rows, _PADDING_ROWS),),
+            (cdiv(num_rows, _PADDING_ROWS),),
             row_to_token,
             slot_to_row,
             rows,
             num_rows,
             d_model,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             BLOCK_R=_PADDING_ROWS,
-            BLOCK_D=min(triton.next_power_of_2(d_model), 128),
+            BLOCK_D=min(next_power_of_2(d_model), 128),
         )
     return rows
 
@@ -123,7 +123,7 @@ def _permute_block(tokens: Tensor, weighted: bool) -> tuple[int, int, int]:
     """Return (tokens per program, columns per program, warps). Memory writes are fastest when no reads run at the same
     time. With many tokens and no weights, a program therefore reads a whole tile before writing the tile's rows."""
     num_tokens, d_model = tokens.shape
-    block_d = min(triton.next_power_of_2(d_model), 4096)
+    block_d = min(next_power_of_2(d_model), 4096)
     block_t = _TILE_BYTES // (block_d * tokens.element_size())
     if weighted or num_tokens < _FEWEST_TILES * block_t:
         return 1, min(block_d, 2048), 4
@@ -138,7 +138,7 @@ def launch_permute(tokens: Tensor, topk_weights: Tensor | None, slot_to_row: Ten
         block_t, block_d, num_warps = _permute_block(tokens, topk_weights is not None)
         launch_kernel(
             _permute_kernel,
-            (triton.cdiv(num_tokens, block_t), triton.cdiv(d_model, block_d)),
+            (cdiv(num_tokens, block_t), cdiv(d_model, block_d)),
             tokens,
             tokens.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
@@ -234,7 +234,7 @@ def launch_combine(
         block_d = combine_block(d_model)
         launch_kernel(
             _combine_kernel,
-            (num_tokens, triton.cdiv(d_model, block_d)),
+            (num_tokens, cdiv(d_model, block_d)),
             rows,
             rows.stride(),
             None if topk_weights is None else topk_weights.contiguous(),
@@ -255,7 +255,7 @@ def combine_block(d_model: int) -> int:
     """Return the number of columns per program: the largest power of two that divides `d_model`, so that no thread
     idles. If this power is below 512, return `d_model` rounded up to a power of two. The maximum is 2048."""
     divisor = d_model & -d_model  # the largest power of two that divides d_model
-    return min(divisor if divisor >= 512 else triton.next_power_of_2(d_model), 2048)
+    return min(divisor if divisor >= 512 else next_power_of_2(d_model), 2048)
 
 
 _combine_op = registered_op("combine")(launch_combine)
@@ -352,7 +352,7 @@ def launch_slot_products(dout: Tensor, rows: Tensor, slot_to_row: Tensor) -> Ten
             dweights,
             d_model,
             TOP_K=top_k,
-            BLOCK_D=min(triton.next_power_of_2(max(d_model, 1)), 1024),
+            BLOCK_D=min(next_power_of_2(max(d_model, 1)), 1024),
         )
     return dweights
 

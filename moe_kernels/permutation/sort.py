@@ -27,7 +27,7 @@ from ..runtime.checks import check_dtype, check_shapes
 from ..runtime.dispatch import choose, once_per_form
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
-from ..runtime.triton import slots_compared_at_once, sort, tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, slots_compared_at_once, sort, tl, triton
 from ..types import Permutation, TileTable
 
 MAX_EXPERTS = 1024
@@ -179,15 +179,15 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     capacity = results[4].shape[0]
     table_programs = num_table_programs(capacity, num_experts)
     sizes = num_slots, capacity, num_experts, top_k
-    constants = {"E_P2": triton.next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **table_blocks(num_experts)}
+    constants = {"E_P2": next_power_of_2(num_experts), "BLOCK_ROWS": block_rows, **table_blocks(num_experts)}
     if num_slots <= _FEW_SLOTS:
-        grid = (table_programs + triton.cdiv(num_slots, _RANKED),)
+        grid = (table_programs + cdiv(num_slots, _RANKED),)
         launch_kernel(_rank_kernel, grid, topk_experts, *results, *sizes, RANKED=_RANKED, BLOCK=_COMPARED, **constants)
         return
     # One warp sorts and scans 256 slots without shared memory or barriers. Each program writes E counts. With many
     # experts, programs of 512 slots are therefore faster, because half as many programs write counts.
     block_slots, num_place_warps = (256, 1) if num_experts <= 128 else (512, 4)
-    num_blocks = triton.cdiv(num_slots, block_slots)
+    num_blocks = cdiv(num_slots, block_slots)
     # `counts` first holds each expert's number of slots in each block. The scan replaces each number by the sum over
     # earlier blocks.
     counts = topk_experts.new_empty(num_blocks, num_experts, dtype=torch.int32)
@@ -195,9 +195,7 @@ def _launch_sort(topk_experts: Tensor, num_experts: int, block_rows: int, result
     count = {"E_P2": constants["E_P2"], "BLOCK": block_slots}
     launch_kernel(_count_kernel, (num_blocks,), topk_experts, counts, num_slots, num_experts, **count)
     scan = {"BLOCK_B": 2048, "num_warps": 8} if num_blocks > 256 else {"BLOCK_B": 256, "num_warps": 4}
-    launch_kernel(
-        _scan_kernel, (triton.cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan
-    )
+    launch_kernel(_scan_kernel, (cdiv(num_experts, 4),), counts, totals, num_blocks, num_experts, BLOCK_E=4, **scan)
     grid, options = (table_programs + num_blocks,), {"BLOCK": block_slots, "num_warps": num_place_warps, **constants}
     launch_kernel(_place_kernel, grid, topk_experts, counts, totals, *results, *sizes, **options)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..reference_fp8 import BLOCK
 from ..runtime.launch import launch_kernel, with_strides
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, tl, triton
 from ..types import ScaledRows
 from .fp8_device import quantize_tile, store_scales
 from .kernels import decode_e4m3
@@ -20,7 +20,7 @@ _MOST_BLOCKS = 8  # maximum number of 128-column blocks of a row that one progra
 def empty_scaled_rows(like: Tensor, num_rows: int, num_columns: int) -> ScaledRows:
     """Return uninitialised rows and scales on the device of `like`."""
     values = like.new_empty(num_rows, num_columns, dtype=torch.float8_e4m3fn)
-    return ScaledRows(values, like.new_empty(triton.cdiv(num_columns, BLOCK), num_rows, dtype=torch.float32).t())
+    return ScaledRows(values, like.new_empty(cdiv(num_columns, BLOCK), num_rows, dtype=torch.float32).t())
 
 
 def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # rows: [R, K], any strides
@@ -31,7 +31,7 @@ def launch_quantize_rows(rows: Tensor) -> ScaledRows:  # rows: [R, K], any strid
 
 def packed_width(num_columns: int) -> int:
     """Return the number of bytes of a packed row: e4m3 numbers, then float32 scales padded to a multiple of 8 bytes."""
-    return num_columns + 8 * triton.cdiv(num_columns, 2 * BLOCK)
+    return num_columns + 8 * cdiv(num_columns, 2 * BLOCK)
 
 
 def launch_pack_rows(rows: Tensor) -> Tensor:  # [R, K] -> [R, packed_width / itemsize] in the dtype of rows
@@ -60,7 +60,7 @@ def _launch_dequantize(values: Tensor, scales: Tensor, dtype: torch.dtype) -> Te
     if out.numel():
         launch_kernel(
             _dequantize_rows_kernel,
-            (triton.cdiv(num_rows, _BLOCK_ROWS), triton.cdiv(num_columns, BLOCK)),
+            (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, BLOCK)),
             values,
             values.stride(0),
             scales,
@@ -81,7 +81,7 @@ def _launch(rows: Tensor, values: Tensor, scales: Tensor) -> None:
             blocks //= 2
         launch_kernel(
             _quantize_rows_kernel,
-            (triton.cdiv(num_rows, _BLOCK_ROWS), triton.cdiv(num_columns, blocks * BLOCK)),
+            (cdiv(num_rows, _BLOCK_ROWS), cdiv(num_columns, blocks * BLOCK)),
             *with_strides(rows),
             values,
             values.stride(0),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..reference_fp8 import BLOCK
 from ..runtime.launch import launch_kernel, with_strides
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, tl, triton
 from .fp8_device import block_scales, encode_e4m3, largest_size
 from .kernels import INTERPRET
 
@@ -59,13 +59,11 @@ def launch_requantize(weight: Tensor, forms: Forms, checksums: Tensor) -> None:
 
 def _num_blocks(weight: Tensor) -> int:
     num_experts, size_out, size_in = weight.shape
-    return num_experts * triton.cdiv(size_out, BLOCK) * triton.cdiv(size_in, BLOCK)
+    return num_experts * cdiv(size_out, BLOCK) * cdiv(size_in, BLOCK)
 
 
 def _empty_weight(weight: Tensor, size_out: int, size_in: int) -> tuple[Tensor, Tensor]:
-    scales = weight.new_empty(
-        len(weight), triton.cdiv(size_out, BLOCK), triton.cdiv(size_in, BLOCK), dtype=torch.float32
-    )
+    scales = weight.new_empty(len(weight), cdiv(size_out, BLOCK), cdiv(size_in, BLOCK), dtype=torch.float32)
     return weight.new_empty(len(weight), size_out, size_in, dtype=torch.float8_e4m3fn), scales
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch_kernel
 from ..runtime.triton import INTERPRET as _INTERPRET
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..types import QuantizedWeight
 from .decode import ONE_127TH
 
@@ -268,11 +268,11 @@ def launch_dequantize(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:  #
     out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     if not out.numel():
         return out
-    block_in = min(max(triton.next_power_of_2(size_in), 64), 256)  # at least 64, the default block size of nf4
-    block_out = min(triton.next_power_of_2(size_out), 8192 // block_in)
+    block_in = min(max(next_power_of_2(size_in), 64), 256)  # at least 64, the default block size of nf4
+    block_out = min(next_power_of_2(size_out), 8192 // block_in)
     launch_kernel(
         _dequantize_kernel,
-        (num_experts * triton.cdiv(size_out, block_out) * triton.cdiv(size_in, block_in),),
+        (num_experts * cdiv(size_out, block_out) * cdiv(size_in, block_in),),
         *kernel_arguments(weight),
         out,
         OUT=size_out,
@@ -302,5 +302,5 @@ def form_of(weight: QuantizedWeight) -> tuple[Any, ...]:
     """Return (name of the format, block, `nested_block` or 0, how to decode integer scales) as one compile-time value.
     The last entry is None for float32 and float16 scales, which kernels load as floating point."""
     (rows, columns), size_in = weight.format.block, weight.shape[2]
-    block = rows, columns or max(triton.next_power_of_2(size_in), 256)  # 0 columns: a block covers the whole row
+    block = rows, columns or max(next_power_of_2(size_in), 256)  # 0 columns: a block covers the whole row
     return weight.format.name, block, weight.format.nested_block or 0, _SCALE_BITS.get(weight.scales.dtype)

@@ -14,7 +14,7 @@ from ..gemm.batch_invariance import invariant_product
 from ..runtime.checks import check_same_device, check_same_dtype, check_shapes
 from ..runtime.dispatch import kernel_obstacle, once_per_form
 from ..runtime.launch import launch_kernel, with_strides
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, tl, triton
 
 _BUSY = 64  # number of programs that keeps about half of the 132 SMs of an H200 busy
 _BLOCK_D, _BLOCK_T = 128, 64  # sizes of the blocks of columns and tokens for the weight's gradient
@@ -96,7 +96,7 @@ def empty_dlogits(
 
 def launch_product(
     a: Tensor,  # [M, K] 16-bit
-    b: Tensor,  # [K, N], or [K / 2, N], which multiplies each half of a's columns
+    b: Tensor,  # [K, N], or [K / 2, N] for both halves of a's columns
     out_dtype: torch.dtype,
     *,
     bias: Tensor | None = None,  # [N]
@@ -109,7 +109,7 @@ def launch_product(
         block_m, block_n, block_k, num_warps = _blocks(m, n)
         launch_kernel(
             _product_kernel,
-            (triton.cdiv(m, block_m), triton.cdiv(n, block_n)),
+            (cdiv(m, block_m), cdiv(n, block_n)),
             *with_strides(a),
             *with_strides(b),
             None if bias is None else bias.contiguous(),
@@ -131,7 +131,7 @@ def launch_product(
 def _blocks(m: int, n: int) -> tuple[int, int, int, int]:
     """Return (BLOCK_M, BLOCK_N, BLOCK_K, num_warps): the largest tile that gives `_BUSY` programs, or a small one."""
     for size, block_k, num_warps in ((128, 64, 8), (64, 128, 4)):
-        if triton.cdiv(m, size) * triton.cdiv(n, size) >= _BUSY:
+        if cdiv(m, size) * cdiv(n, size) >= _BUSY:
             return size, size, block_k, num_warps
     return (16, 16, 256, 4) if m <= 512 else (16, 32, 128, 2)
 
@@ -149,17 +149,17 @@ def launch_weight_gradient(
     if not out.numel():
         return out
     block_e = 16 if num_experts <= 16 else 64
-    tiles = triton.cdiv(num_experts, block_e) * triton.cdiv(d_model, _BLOCK_D)
-    num_shares = max(1, min(triton.cdiv(num_tokens, 4 * _BLOCK_T), triton.cdiv(3 * _BUSY, tiles)))
+    tiles = cdiv(num_experts, block_e) * cdiv(d_model, _BLOCK_D)
+    num_shares = max(1, min(cdiv(num_tokens, 4 * _BLOCK_T), cdiv(3 * _BUSY, tiles)))
     parts = tokens.new_empty(num_shares, num_experts, d_model, dtype=torch.float32)
     launch_kernel(
         _weight_gradient_kernel,
-        (triton.cdiv(num_experts, block_e), triton.cdiv(d_model, _BLOCK_D), num_shares),
+        (cdiv(num_experts, block_e), cdiv(d_model, _BLOCK_D), num_shares),
         dlogits,
         *with_strides(tokens),
         parts,
         num_tokens,
-        triton.cdiv(num_tokens, num_shares),
+        cdiv(num_tokens, num_shares),
         num_experts,
         d_model,
         BLOCK_E=block_e,
@@ -170,14 +170,7 @@ def launch_weight_gradient(
     )
     size, block = out.numel(), _SUMMED
     launch_kernel(
-        _sum_of_shares_kernel,
-        (triton.cdiv(size, block),),
-        parts,
-        out,
-        size,
-        num_shares,
-        BLOCK=block,
-        num_warps=block // 128,
+        _sum_of_shares_kernel, (cdiv(size, block),), parts, out, size, num_shares, BLOCK=block, num_warps=block // 128
     )
     return out
 

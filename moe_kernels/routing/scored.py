@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from ..specs import RouterSpec
 from .linear import empty_dlogits, store_gradient
 from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ordered
@@ -68,13 +68,13 @@ def launch_forward(
     top_k = topk_weights.shape[1]
     if num_tokens:
         places = {
-            "G_P2": triton.next_power_of_2(settings.num_groups),
-            "S_P2": triton.next_power_of_2(num_experts // settings.num_groups),
+            "G_P2": next_power_of_2(settings.num_groups),
+            "S_P2": next_power_of_2(num_experts // settings.num_groups),
         }
         blocks = _blocks(places["G_P2"] * places["S_P2"])
         launch_kernel(
             _scored_routing_kernel,
-            (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
             *with_strides(logits),
             None if selection_bias is None else selection_bias.contiguous(),
             topk_experts,
@@ -91,7 +91,7 @@ def launch_forward(
             TOP2_SUM=settings.top2_sum and num_experts > settings.num_groups,
             NORMALIZE=settings.normalize,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             **places,
             **blocks,
         )
@@ -108,11 +108,11 @@ def launch_backward(
     num_tokens, num_experts = logits.shape
     dlogits = empty_dlogits(dweights, num_experts, split_dtype)
     if num_tokens:
-        E_P2 = triton.next_power_of_2(num_experts)
+        E_P2 = next_power_of_2(num_experts)
         blocks = _blocks(E_P2)
         launch_kernel(
             _scored_routing_backward_kernel,
-            (triton.cdiv(num_tokens, blocks["BLOCK_T"]),),
+            (cdiv(num_tokens, blocks["BLOCK_T"]),),
             *with_strides(logits),
             *with_strides(dlogits_direct),
             topk_experts.contiguous(),  # hooks of saved tensors may have changed strides

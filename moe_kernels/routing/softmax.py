@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activation.functions import exp_negative
 from ..runtime.launch import launch_kernel, with_strides
 from ..runtime.registered_ops import registered_op
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .linear import empty_dlogits, store_gradient
 from .topk import choose_by_short_keys, choose_highest, empty_choice, key, ranked
 
@@ -28,11 +28,11 @@ def launch_topk(
     num_tokens, num_experts = logits.shape
     top_k = topk_weights.shape[1]
     if num_tokens:
-        E_P2 = triton.next_power_of_2(num_experts)
+        E_P2 = next_power_of_2(num_experts)
         block_t = max(1, 512 // E_P2)
         launch_kernel(
             _topk_kernel,
-            (triton.cdiv(num_tokens, block_t),),
+            (cdiv(num_tokens, block_t),),
             *with_strides(logits),
             topk_experts,
             topk_weights,
@@ -40,7 +40,7 @@ def launch_topk(
             num_experts,
             NORMALIZE=normalize,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             E_P2=E_P2,
             BLOCK_T=block_t,
             num_warps=1,  # one warp holds all logits of a token, so finding a maximum needs no shared memory
@@ -134,11 +134,11 @@ def topk_backward_op(
     num_tokens, top_k = topk_experts.shape
     dlogits = empty_dlogits(dweights, num_experts, split_dtype)
     if num_tokens:
-        E_P2 = triton.next_power_of_2(num_experts)
+        E_P2 = next_power_of_2(num_experts)
         block_t = max(1, 512 // E_P2)
         launch_kernel(
             _topk_backward_kernel,
-            (triton.cdiv(num_tokens, block_t),),
+            (cdiv(num_tokens, block_t),),
             *with_strides(logits),
             *with_strides(dlogits_direct),
             topk_experts.contiguous(),  # saved-tensor hooks may have changed strides
@@ -149,7 +149,7 @@ def topk_backward_op(
             num_experts,
             SPLIT=split_dtype is not None,
             TOP_K=top_k,
-            K_P2=triton.next_power_of_2(top_k),
+            K_P2=next_power_of_2(top_k),
             E_P2=E_P2,
             BLOCK_T=block_t,
             num_warps=1,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import on_device_of
-from ..runtime.triton import tl, triton
+from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 
 TILE_ROWS = 128  # number of rows per tile in a permutation's tile table
 _MOST_PROGRAMS = 256
@@ -56,9 +56,9 @@ def _launch(counts: Tensor, sums: Tensor, forward: RoutedForward, num_experts: i
     choices, kept = forward.choices.contiguous(), None if forward.kept is None else forward.kept.contiguous()
     token_mask = None if forward.token_mask is None else forward.token_mask.contiguous().view(torch.uint8)
     (num_tokens, num_choices), top_k = logits.shape, choices.shape[1]
-    block_e = max(triton.next_power_of_2(num_choices), 16)
+    block_e = max(next_power_of_2(num_choices), 16)
     block_t = max(_BLOCK // block_e, 1)
-    num_programs = max(min(triton.cdiv(num_tokens, block_t), _MOST_PROGRAMS), 1)
+    num_programs = max(min(cdiv(num_tokens, block_t), _MOST_PROGRAMS), 1)
     # Without capacities, one array of counts is enough, because all choices are kept.
     part_counts = counts.new_empty(num_programs, 1 if kept is None else 2, num_choices, dtype=torch.int32)
     part_sums = sums.new_empty(num_programs, 4)

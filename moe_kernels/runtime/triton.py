@@ -69,3 +69,14 @@ if INTERPRET:
 
 # Triton 3.9 spills 16 bytes per thread when the sort compares 512 slots at once; 3.6 does not.
 slots_compared_at_once = 512 if TRITON_VERSION is None or TRITON_VERSION < (3, 7) else 256
+
+
+def cdiv(x: int, y: int) -> int:
+    """Return x / y, rounded up. `triton.cdiv` takes microseconds on the host, because kernels can also call it, and is
+    missing without Triton."""
+    return -(-x // y)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is at least n, or 0 for n = 0, as `triton.next_power_of_2` does."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0

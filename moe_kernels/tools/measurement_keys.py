@@ -123,8 +123,7 @@ def _gemm(make: _Operands, *, B: str, G: int, K: int, N: int, rows: int, epilogu
 
 
 def _list(make: _Operands, *, A: str, B: str, G: int, M: int, N: int, K: int, area: int, epilogue: str | None = None):
-    """Return products that all have the key's M, N and K. The sum of all M * N may exceed `area`, the largest sum that
-    the key covers."""
+    """Return G products of one size. The sum of all M * N may exceed `area`, the largest sum of the table entry."""
     a_list = [make.matrix(M, K, layout=_of(A, g)) for g in range(G)]
     b_list = [make.matrix(K, N, layout=_of(B, g)) for g in range(G)]
     out_list = [make.empty(M, N) for _ in range(G)]

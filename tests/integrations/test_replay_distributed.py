@@ -8,8 +8,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from moe_layers import BalanceLosses, RoutingReplay, aux_losses, observe, set_aux_loss_scale
+from moe_layers import BalanceLosses, RoutingReplay, aux_losses, observe, set_aux_loss_scale, update_selection_bias
 from moe_layers.integrations.transformers import balance_routing, enable
+from moe_layers.integrations.transformers.routers.attached import hooked_routers
 
 from ..processes import make_test
 from ..tiers import slow
@@ -19,8 +20,8 @@ from .sharded_models import whole
 LOSSES = BalanceLosses(switch=0.2, z=0.1)
 
 
-def make_model(device, use_reentrant=None):
-    model = build("qwen3_moe", device, dtype=torch.float64).train()
+def make_model(device, model_type="qwen3_moe", use_reentrant=None):
+    model = build(model_type, device, dtype=torch.float64).train()
     enable(model, implementation="reference")
     if use_reentrant is not None:
         # Both public methods warn, in one version of transformers or another.
@@ -100,5 +101,21 @@ def losses_and_statistics_hold_both_ranks(device):
         assert both.entropy == pytest.approx(one.entropy, rel=1e-6) and both.max_violation == one.max_violation
 
 
+def biases_stay_equal(device):
+    group, rank = distributed.group.WORLD, distributed.get_rank()
+    tokens, _ = batch(device)
+    biases = []
+    for part, owner in ((tokens, distributed.new_subgroups(1)[0]), (tokens.chunk(2)[rank], group)):
+        model = make_model(device, "deepseek_v3")
+        balance_routing(model)
+        model(input_ids=part)
+        update_selection_bias(model, rate=0.25, group=owner)
+        (router,) = hooked_routers(model).values()
+        biases.append(router.selection_bias.clone())
+    assert torch.equal(*biases)
+
+
 # Two processes import transformers, which takes seconds.
-test_two_ranks = slow(make_test([data_parallel, fully_sharded, losses_and_statistics_hold_both_ranks], 2))
+test_two_ranks = slow(
+    make_test([data_parallel, fully_sharded, losses_and_statistics_hold_both_ranks, biases_stay_equal], 2)
+)

@@ -233,11 +233,16 @@ importlib.util.find_spec = lambda name, *a: None if name == "triton" else find_s
 sys.modules["triton"] = None
 import torch
 from moe_kernels import get_kernels, grouped_gemm
+from moe_kernels.quantization.ops import pack_rows, unpack_rows
 from moe_layers import MoEFeedForward
 layer = MoEFeedForward(8, 4, 3, 2)
 layer(torch.randn(5, 8)).sum().backward()
 assert all(parameter.grad is not None for parameter in layer.parameters())
 assert get_kernels()
+values, offsets = torch.zeros(2, 128).to(torch.float8_e4m3fn), torch.tensor([2], dtype=torch.int32)
+scales = {"scale_a": torch.ones(2, 1), "scale_b": torch.ones(1, 1, 1)}
+grouped_gemm(values, torch.zeros(1, 128, 128).to(values.dtype), offsets, out_dtype=torch.float32, **scales)
+assert unpack_rows(pack_rows(torch.ones(3, 200)), 200).eq(1).all()
 try:
     grouped_gemm(torch.zeros(1, 1), torch.zeros(1, 1, 1), torch.ones(1).int(), implementation="triton")
 except NotImplementedError as error:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...reference_fp8 import BLOCK
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from ...types import TileTable
 from .base import RowArguments
 
@@ -52,7 +52,7 @@ class BlockScaledGemmArguments(RowArguments):
         if error := self._row_error():
             return error
         num_groups, depth, num_columns = self.B.shape
-        blocks_k, blocks_n = triton.cdiv(depth, BLOCK), triton.cdiv(num_columns, BLOCK)
+        blocks_k, blocks_n = cdiv(depth, BLOCK), cdiv(num_columns, BLOCK)
         return (
             self._expect("out", self.out.shape[0], num_columns)
             or self._expect("scale_a", self.A.shape[0], blocks_k, dtype=torch.float32)

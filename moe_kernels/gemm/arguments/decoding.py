@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from ...types import QuantizedWeight, TileTable, WeightFormat
 from .base import Arguments, index_form, layout_of, rows_bucket, sized_key
 
@@ -69,7 +69,7 @@ class DecodingGemmArguments(Arguments):
 
     @property
     def rows_per_group(self) -> int:
-        return triton.cdiv(self.out.shape[0], self.shape[0])
+        return cdiv(self.out.shape[0], self.shape[0])
 
     def _num_table_groups(self) -> int:
         return self.B.shape[0]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...runtime.triton import triton
+from ...runtime.triton import next_power_of_2
 from ...types import TileTable
 from .base import Arguments
 from .grouped import GroupedGemmArguments
@@ -64,4 +64,4 @@ class JaggedGemmArguments(Arguments):
         return f"jagged_gemm B={layout} {str(self.A.dtype)[6:]} K={size_k} N={size_n} rows={self._rows()}"
 
     def _rows(self) -> int:
-        return triton.next_power_of_2(max(len(self.A), 1))
+        return next_power_of_2(max(len(self.A), 1))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from .base import Arguments, epilogue_key
 
 # Number of int64 fields of each problem in a `ProblemTable`. The fields are the nine addresses, sizes and leading
@@ -29,7 +29,7 @@ class Problem(NamedTuple):
     by_columns: tuple[bool, bool]  # whether A and B are stored by columns
 
     def num_tiles(self, block_m: int, block_n: int) -> int:
-        return triton.cdiv(self.sizes[0], block_m) * triton.cdiv(self.sizes[1], block_n)
+        return cdiv(self.sizes[0], block_m) * cdiv(self.sizes[1], block_n)
 
 
 class ProblemTable(NamedTuple):

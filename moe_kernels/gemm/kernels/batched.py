@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.launch import Launch
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from ..arguments.base import is_one_behind_another
 from ..arguments.dense import GemmArguments
 from ..arguments.grouped import GroupedGemmArguments
@@ -85,7 +85,7 @@ def _grouped(args: GemmArguments) -> GroupedGemmArguments:
 
 
 def _offsets_bytes(args: GemmArguments) -> int:
-    return triton.cdiv(4 * args.num_batches, 16) * 16
+    return cdiv(4 * args.num_batches, 16) * 16
 
 
 def _with_offsets(grouped: GroupedGemmArguments, memory: Tensor | None = None) -> GroupedGemmArguments:

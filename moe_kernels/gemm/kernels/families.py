@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...activation.functions import EPILOGUES, GATHERING_EPILOGUES, PLAIN_EPILOGUES
-from ...runtime.triton import INTERPRET, triton
+from ...runtime.triton import INTERPRET, cdiv
 from ...specs import is_gated
 from ...types import TileTable
 from ..arguments.base import Arguments, RowArguments
@@ -29,10 +29,10 @@ class RowTileKernel(Kernel):
     """Base of kernels in which a tile covers rows of only one group. Estimates the cost and makes the tile table."""
 
     def estimate(self, args: RowArguments) -> float:
-        """Return the number of multiplications of one group per index along K. If reading B takes longer, return the
-        number of multiplications that take as long as reading B."""
+        """Return the cost of one group for one index along K, in multiplications. The cost is that of multiplying, or
+        that of reading B if reading takes longer than multiplying."""
         num_groups, _, num_columns = args.B.shape
-        rows_per_group = max(triton.cdiv(args.num_rows, num_groups), 1)
+        rows_per_group = max(cdiv(args.num_rows, num_groups), 1)
         memory_bound = _MULTIPLICATIONS_PER_BYTE * num_columns * args.B.element_size()
         return max(padded(rows_per_group, num_columns, self.metadata.design), memory_bound)
 
@@ -165,7 +165,7 @@ class WgradKernel(Kernel):
 def padded(rows: int, columns: int, design: Design) -> int:
     """Return the number of elements in the tiles that cover a matrix."""
     block_m, block_n, _ = design.tile_shape
-    return triton.cdiv(rows, block_m) * block_m * triton.cdiv(columns, block_n) * block_n
+    return cdiv(rows, block_m) * block_m * cdiv(columns, block_n) * block_n
 
 
 def _table(offsets: Tensor, num_rows: int, height: int, memory: Tensor | None) -> TileTable:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.launch import Launch, launch_kernel, with_strides
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, next_power_of_2, tl, triton
 from ...types import TileTable
 from ..arguments.jagged import JaggedGemmArguments
 from ..kernel import Kernel, KernelMetadata, Status, WgradOperands
@@ -81,7 +81,7 @@ def make_jagged_table(
     table = tile_table_in(memory, group_offsets, num_rows, parts, block_rows)
     capacity = len(table.tiles)
     blocks = table_blocks(num_groups)
-    programs = triton.cdiv(max(capacity, parts), blocks["PROGRAM_ENTRIES"])
+    programs = cdiv(max(capacity, parts), blocks["PROGRAM_ENTRIES"])
     launch_kernel(
         _jagged_table_kernel,
         (programs if out is None else max(programs, 2 * num_programs(out)),),
@@ -97,8 +97,8 @@ def make_jagged_table(
         num_groups,
         None if out is None else out.shape[1],
         PARTS=parts,
-        G_P2=triton.next_power_of_2(num_groups),
-        PARTS_P2=triton.next_power_of_2(parts),
+        G_P2=next_power_of_2(num_groups),
+        PARTS_P2=next_power_of_2(parts),
         BLOCK_ROWS=table.block_rows,
         BLOCK_N=1024,
         **blocks,

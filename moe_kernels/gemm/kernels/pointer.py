@@ -9,7 +9,7 @@ import torch
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch, with_strides
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign
 from .families import GroupedGemmKernel, kernel_name
@@ -177,7 +177,7 @@ class PointerGroupedGemm(GroupedGemmKernel):
         capacity = table.tiles.shape[0]
         return Launch(
             _grouped_gemm_kernel,
-            (capacity * triton.cdiv(num_columns, block_n),),
+            (capacity * cdiv(num_columns, block_n),),
             (
                 *with_strides(args.A),
                 args.row_to_token,

@@ -13,7 +13,7 @@ from ...reference_fp8 import BLOCK
 from ...runtime.dispatch import FLOAT8, FLOAT8_CC
 from ...runtime.launch import Launch, with_strides
 from ...runtime.triton import INTERPRET as _INTERPRET
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.block_scaled import BlockScaledGemmArguments
 from ..kernel import GemmOperands, KernelMetadata, Operand, PointerDesign, Status
 from .families import RowTileKernel, kernel_name, tma_status
@@ -116,7 +116,7 @@ class PointerBlockScaledGemm(BlockScaledKernel):
         capacity = table.tiles.shape[0]
         return Launch(
             _block_scaled_kernel,
-            (capacity * triton.cdiv(num_columns, design.tile_shape[1]),),
+            (capacity * cdiv(num_columns, design.tile_shape[1]),),
             (
                 *with_strides(args.A),
                 *with_strides(args.scale_a),

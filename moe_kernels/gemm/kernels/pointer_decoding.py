@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...quantization.kernels import decode_tile, form_of, kernel_arguments
 from ...runtime.launch import Launch, with_strides
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.decoding import DecodingGemmArguments
 from ..kernel import SUPPORTED, Kernel, KernelMetadata, Operand, PointerDesign, Status
 from .families import kernel_name
@@ -156,9 +156,9 @@ class DecodingGemm(Kernel):
         """Return the cost of one group for one index along K, in multiplications. Each tile of rows decodes the weight
         again. If a tile loads less than a cache line of each stored row, decoding costs 10 % more."""
         block_m, block_n, block_k = self.metadata.design.tile_shape
-        row_tiles = max(triton.cdiv(args.rows_per_group, block_m), 1)
+        row_tiles = max(cdiv(args.rows_per_group, block_m), 1)
         decoding = _DECODING if (block_k if args.transposed else block_n) >= _CACHE_LINE else 1.1 * _DECODING
-        return row_tiles * (block_m + decoding) * triton.cdiv(args.B.shape[2], block_n) * block_n
+        return row_tiles * (block_m + decoding) * cdiv(args.B.shape[2], block_n) * block_n
 
     def _launch(self, args: DecodingGemmArguments) -> Launch:
         table, design = args.tile_table, self.metadata.design
@@ -166,7 +166,7 @@ class DecodingGemm(Kernel):
         weight, num_columns = args.B.weight, args.out.shape[1]
         return Launch(
             _decoding_gemm_kernel,
-            (table.tiles.shape[0] * triton.cdiv(num_columns, design.tile_shape[1]),),
+            (table.tiles.shape[0] * cdiv(num_columns, design.tile_shape[1]),),
             (
                 *with_strides(args.A),
                 args.row_to_token,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...activation.functions import PLAIN_EPILOGUES
 from ...runtime.launch import Launch
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.dense import GemmArguments
 from ..kernel import SUPPORTED, GemmOperands, Kernel, KernelMetadata, Operand, PointerDesign, Status
 from .families import kernel_name, padded
@@ -82,7 +82,7 @@ class PointerGemm(Kernel):
         depth = args.A.shape[-1]
         return Launch(
             _gemm_kernel,
-            (args.num_batches * triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, block_n),),
+            (args.num_batches * cdiv(num_rows, block_m) * cdiv(num_columns, block_n),),
             (
                 args.A,
                 _batch_strides(args.A),

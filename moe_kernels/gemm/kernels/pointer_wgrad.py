@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...runtime.launch import Launch, with_strides
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.grouped import WgradArguments
 from ..kernel import KernelMetadata, Operand, PointerDesign, WgradOperands
 from .families import WgradKernel, kernel_name
@@ -82,7 +82,7 @@ class PointerWgrad(WgradKernel):
         num_groups, size_k, size_n = args.out.shape
         return Launch(
             _wgrad_kernel,
-            (num_groups * triton.cdiv(size_k, block_k) * triton.cdiv(size_n, block_n),),
+            (num_groups * cdiv(size_k, block_k) * cdiv(size_n, block_n),),
             (
                 *with_strides(args.A),
                 args.a_row_to_token,

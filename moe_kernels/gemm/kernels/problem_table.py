@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ...runtime.dispatch import FLOAT8
 from ...runtime.launch import Launch
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ...runtime.upload import upload
 from ..arguments.list import NUM_FIELDS, GroupedGemmListArguments, ProblemTable
 from ..kernel import Kernel, KernelMetadata, Status
@@ -54,7 +54,7 @@ def make_problem_table(
 
 
 def problem_table_bytes(args: GroupedGemmListArguments, block_m: int, block_n: int) -> int:
-    return 8 * (len(args.A_list) * NUM_FIELDS + triton.cdiv(args.survey.num_tiles(block_m, block_n), 2))
+    return 8 * (len(args.A_list) * NUM_FIELDS + cdiv(args.survey.num_tiles(block_m, block_n), 2))
 
 
 class GroupedGemmListKernel(Kernel):
@@ -110,8 +110,8 @@ class GroupedGemmListKernel(Kernel):
         block_m, block_n, _ = self.metadata.design.tile_shape
         num_tiles = args.survey.num_tiles(block_m, block_n)
         num_sms, programs = num_programs(args.A), max(self.num_programs(args), 1)
-        programs_here = triton.cdiv(programs, num_sms)
-        tiles_here = programs_here * triton.cdiv(num_tiles, programs)
+        programs_here = cdiv(programs, num_sms)
+        tiles_here = programs_here * cdiv(num_tiles, programs)
         resident = 12 // self.metadata.design.num_warps
         before = (512 if self.metadata.design.tma else 256) / min(programs_here, resident)
         return tiles_here * block_m * block_n * (args.survey.work / max(args.survey.area, 1) + before)

@@ -13,7 +13,7 @@ import torch
 from ...activation.functions import EPILOGUES
 from ...runtime.launch import Launch, with_strides
 from ...runtime.row_layout import alignment
-from ...runtime.triton import tl, triton
+from ...runtime.triton import cdiv, tl, triton
 from ..arguments.base import rows_bucket
 from ..arguments.grouped import GroupedGemmArguments
 from ..kernel import SUPPORTED, GemmOperands, KernelMetadata, Operand, Status, StreamingDesign
@@ -158,7 +158,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
     def supports_design(self, args: GroupedGemmArguments) -> Status:
         if not (status := super().supports_design(args)):
             return status
-        if (rows := triton.cdiv(args.num_rows, args.B.shape[0])) > _MOST_ROWS:
+        if (rows := cdiv(args.num_rows, args.B.shape[0])) > _MOST_ROWS:
             return Status(f"expected at most {_MOST_ROWS} rows per group on average, got {rows}")
         return SUPPORTED
 
@@ -168,7 +168,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         num_groups, depth, num_columns = args.B.shape
         rows, _, block_k = self.metadata.design.tile_shape
         average = rows_bucket(args.num_rows, num_groups)
-        passes = triton.cdiv(math.ceil(average + 2 * math.sqrt(average)), rows)
+        passes = cdiv(math.ceil(average + 2 * math.sqrt(average)), rows)
         misfit = rows == 16 and (block_k == 128) != (depth <= _SHORT_REDUCTION)
         return passes * (_READING + rows / 16 + misfit) * num_columns
 
@@ -189,7 +189,7 @@ class StreamingGroupedGemm(GroupedGemmKernel):
         block = block_n if epilogue is None else block_n // 2
         return Launch(
             _streaming_kernel,
-            (table.tiles.shape[0] * triton.cdiv(args.out.shape[1], block),),
+            (table.tiles.shape[0] * cdiv(args.out.shape[1], block),),
             (
                 args.A,
                 args.A.stride(0),

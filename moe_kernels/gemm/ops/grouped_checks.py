@@ -19,7 +19,7 @@ from ...runtime.checks import (
     result_dtype,
 )
 from ...runtime.dispatch import FLOAT8, KERNEL_DTYPES, choose, once_per_form
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from ...specs import as_activation
 from ..kernel import device_cc
 
@@ -141,7 +141,7 @@ def _check_optional(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtyp
         if "scale_b" not in given:
             raise ValueError("grouped_gemm: scale_a of blocks must come with scale_b, got None")
         patterns = _PATTERNS | _OF_BLOCKS
-        sizes |= {"K/128": triton.cdiv(a.shape[1], BLOCK), "N/128": triton.cdiv(b.shape[2], BLOCK)}
+        sizes |= {"K/128": cdiv(a.shape[1], BLOCK), "N/128": cdiv(b.shape[2], BLOCK)}
     check_shapes("grouped_gemm", sizes, **{name: (tensor, patterns[name]) for name, tensor in given.items()})
     check_same_device("grouped_gemm", offsets=offsets, **given)
     for name, tensor in given.items():

@@ -19,7 +19,7 @@ from ...errors import first_three
 from ...runtime.checks import can_be_read, check_dtype, check_same_device, check_shapes
 from ...runtime.dispatch import choose, without_autocast
 from ...runtime.registered_ops import registered_op
-from ...runtime.triton import triton
+from ...runtime.triton import cdiv
 from ...runtime.upload import upload
 from .. import selection
 from ..arguments.grouped import WgradArguments
@@ -148,7 +148,7 @@ def _jagged_wgrad_op(a: Tensor, dout: Tensor, group_offsets: Tensor, transposed:
     result has few tiles. The rows are therefore cut into parts that run in parallel."""
     left, right = (dout, a) if transposed else (a, dout)
     num_rows, size_k, size_n = *left.shape, right.shape[1]
-    num_tiles = max(triton.cdiv(size_k, 128) * triton.cdiv(size_n, 128), 1)
+    num_tiles = max(cdiv(size_k, 128) * cdiv(size_n, 128), 1)
     parts = max(1, min(num_programs(left) // num_tiles, num_rows // _LEAST_PART_ROWS))
     partial = left.new_empty(parts, size_k, size_n, dtype=torch.float32)
     table = make_jagged_table(group_offsets, num_rows, 65536, parts=parts)

@@ -74,6 +74,13 @@ def test_ranks_and_dtypes_match_reference(rank, dtype, device):
     check_accuracy(run, run_reference, draws, NAMES)
 
 
+def test_batch_invariant_reference(device):
+    """Every token adds a term to the gradients of the factors."""
+    op = partial(fused_experts, implementation="reference", batch_invariant=True)
+    draws = partial(draw, Case(400, 12, 9, 2, 2), torch.bfloat16, device, rank=2)
+    check_accuracy(partial(run, op=op), run_reference, draws, NAMES)
+
+
 def test_factors_that_all_experts_share(device):
     check_accuracy(run, run_reference, partial(draw, ODD, torch.float32, device, shared=True), NAMES)
 

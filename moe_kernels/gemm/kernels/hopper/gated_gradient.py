@@ -6,7 +6,7 @@ import torch
 
 from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
-from ....runtime.triton import triton
+from ....runtime.triton import cdiv
 from ...arguments.activation_gradient import COLUMNS, ActivationGradientArguments
 from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign, operand_error
 from ..families import RowTileKernel, kernel_name, num_programs, tma_status
@@ -40,7 +40,7 @@ class WarpSpecializedActivationGradient(RowTileKernel):
         if d_ff % 8:
             return Status(f"Operand `preactivation`: expected halves of rows of whole 16 bytes, got {2 * d_ff} columns")
         block_k = self.metadata.design.tile_shape[2]
-        if triton.cdiv(depth, block_k) < _LEAST_STEPS:
+        if cdiv(depth, block_k) < _LEAST_STEPS:
             return Status(f"Operand `A`: expected at least {(_LEAST_STEPS - 1) * block_k + 1} columns, got {depth}")
         return tma_status(self.metadata.design, len(args.out), args.A, args.B)
 
@@ -64,8 +64,8 @@ class WarpSpecializedActivationGradient(RowTileKernel):
                 table.tiles,
                 table.num_tiles,
                 len(args.out),
-                triton.cdiv(d_ff, block_n),
-                triton.cdiv(depth, block_k),
+                cdiv(d_ff, block_n),
+                cdiv(depth, block_k),
             ),
             {
                 "B_COLUMN": self.metadata.operands.B.layout == "column",

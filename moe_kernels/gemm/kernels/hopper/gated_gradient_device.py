@@ -131,7 +131,8 @@ def _consume(
     r = gl.arange(0, HALF_M, layout=by_row)
     total = gl.zeros((HALF_M, BLOCK_N), gl.float32, accumulator(BLOCK_N))  # [HALF_M, BLOCK_N]
     kept = packed(total.to(dtype))  # dA' of the finished tile; `last_...` are the tile's position and weights
-    # No tile is finished yet. The hardware ignores the first writes, because their row coordinate is ROW_BOUND.
+    # Each iteration writes the results of the previous tile. In the first iteration there is none, so its row is
+    # ROW_BOUND, and TMA ignores writes to this row.
     last_row = gl.to_tensor(0x40000000)
     last_end = gl.to_tensor(0)
     last_column = gl.to_tensor(0)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ....runtime.gluon import OBSTACLE, compiler_options, registers
 from ....runtime.launch import Launch
-from ....runtime.triton import triton
+from ....runtime.triton import cdiv
 from ....specs import is_gated
 from ...arguments.grouped import GroupedGemmArguments
 from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
@@ -71,7 +71,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         if not (status := super().supports_design(args)):
             return status
         pieces, block_k = _pieces(self.metadata.epilogue), self.metadata.design.tile_shape[2]
-        if pieces and triton.cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
+        if pieces and cdiv(args.A.shape[1], block_k) < _PRODUCT_PARTS + pieces:
             # Each part needs a reduction step. Adding empty steps would take longer than a separate activation pass.
             least = (_PRODUCT_PARTS + pieces - 1) * block_k + 1
             rule = f"expected at least {least} columns with {self.metadata.epilogue}"
@@ -100,11 +100,11 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
         half = (block_m // 2, block_n // 2)
         gated = is_gated(self.metadata.epilogue)
         pieces = _pieces(self.metadata.epilogue)
-        extra_steps = 0 if args.extra_a is None else triton.cdiv(args.extra_a.shape[1], block_k)
+        extra_steps = 0 if args.extra_a is None else cdiv(args.extra_a.shape[1], block_k)
         out_desc, activated_desc = ragged_descriptor(args.out, half), None
         if pieces:
             out_desc, activated_desc = ragged_descriptor(args.preactivation, half, split=2 if gated else 1), out_desc
-        num_column_tiles, programs = triton.cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
+        num_column_tiles, programs = cdiv(num_columns, block_n), num_programs(args.A, args.reserved_sms)
         band = design.group_tiles
         if not gated and block_n == 256 and 0 < num_columns % 256 <= 128:  # the last column tile has half width
             band = band_height(band, num_column_tiles, programs)
@@ -124,7 +124,7 @@ class WarpSpecializedGroupedGemm(GroupedGemmKernel):
                 num_columns,
                 num_column_tiles,
                 # Each of a tile's first steps writes one part of the previous tile. A tile needs a step for each part.
-                max(triton.cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
+                max(cdiv(depth, block_k) + extra_steps, _PRODUCT_PARTS + pieces),
             ),
             {
                 "NUM_GROUPS": num_groups,

@@ -8,7 +8,7 @@ from ....reference_fp8 import BLOCK
 from ....runtime.dispatch import FLOAT8
 from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
-from ....runtime.triton import triton
+from ....runtime.triton import cdiv
 from ...arguments.block_scaled import BlockScaledGemmArguments, are_stored_as_read
 from ...kernel import GemmOperands, KernelMetadata, Operand, Status, WarpSpecializedDesign
 from ..families import kernel_name, num_programs
@@ -53,9 +53,9 @@ class WarpSpecializedBlockScaledGemm(BlockScaledKernel):
                 table.tiles,
                 table.num_tiles,
                 args.out.shape[0],
-                triton.cdiv(num_columns, BLOCK),
-                triton.cdiv(num_columns, block_n),
-                triton.cdiv(depth, BLOCK),
+                cdiv(num_columns, BLOCK),
+                cdiv(num_columns, block_n),
+                cdiv(depth, BLOCK),
             ),
             {
                 "ZERO_TAIL": int(args.zero_tail),

@@ -68,8 +68,8 @@ def start_pace(num_tiles_ptr):
 def keep_pace(
     num_tiles_ptr,
     mark,  # number of marks that this producer passed in earlier calls
-    passes,  # whether the producer passes a mark now
-    is_next,  # whether the producer passes a mark in the next call
+    passes,  # whether the producer goes past a mark in this call
+    is_next,  # whether the producer goes past a mark in the next call
     passed,  # result of the previous call, or NOT_READ
 ):
     """If `passes`, count a mark. Then wait until the producers have passed `mark` marks on average. If `is_next`, start

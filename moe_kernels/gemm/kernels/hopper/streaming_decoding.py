@@ -8,7 +8,7 @@ import torch
 
 from ....runtime.gluon import OBSTACLE
 from ....runtime.launch import Launch
-from ....runtime.triton import triton
+from ....runtime.triton import cdiv
 from ...arguments.decoding import DecodingGemmArguments
 from ...kernel import SUPPORTED, Kernel, KernelMetadata, Operand, Status, StreamingDesign
 from ..families import kernel_name
@@ -55,7 +55,7 @@ class StreamingDecodingGemm(Kernel):
         groups can occupy all SMs. Otherwise wider tiles cost less."""
         rows, columns, _ = self.metadata.design.tile_shape
         average = args.rows_per_group
-        passes = max(triton.cdiv(math.ceil(average + 2 * math.sqrt(average)), rows), 1)
+        passes = max(cdiv(math.ceil(average + 2 * math.sqrt(average)), rows), 1)
         misfit = (columns < 128) != (average <= 1)
         return self.cost * passes * (_READING + 2 * rows + 5 * misfit) * args.B.shape[2]
 
@@ -72,7 +72,7 @@ class StreamingDecodingGemm(Kernel):
         is_e8m0 = args.scales.dtype == torch.float8_e8m0fnu
         return Launch(
             streaming_kernel,
-            (table.tiles.shape[0] * triton.cdiv(size_out, block_out),),
+            (table.tiles.shape[0] * cdiv(size_out, block_out),),
             (
                 args.A,
                 args.A.stride(0),

@@ -73,9 +73,9 @@ def _rows_layout(num_rows, values, chunks, num_warps):
 
 @gluon.jit
 def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
-    """Return rows [ROWS, K] with the reduction axis in the order of the weight that `_decoded` returns. A chunk of 64
-    bytes has four axes: thread, 4-byte word of the thread, pair in the word, and value in the pair. The result's order
-    is word, pair, thread, value, because mma multiplies the pairs of four threads at a time."""
+    """Return rows [ROWS, K] whose reduction axis has the same order as that of the weight from `_decoded`. A chunk of
+    64 bytes has four axes: thread, 4-byte word of the thread, pair in the word, and value in the pair. The result's
+    order is word, pair, thread, value, because one mma instruction reads a pair from each of four threads."""
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # a word holds 8 values; values j and j + 4 are pair j
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)

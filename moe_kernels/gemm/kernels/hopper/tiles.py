@@ -17,7 +17,7 @@ LONG_REDUCTION = gl.constexpr(16)
 # If a program's tiles take at least this number of steps in total, half-width tiles are computed at full width.
 # Half-width tiles recur periodically in the order of tiles, so some programs get more of them and run ever further
 # ahead. The L2 cache may then drop data before slower programs read the data. Reading the data from memory again costs
-# more than half-width tiles save. The number was measured with kernels that keep no pace (`pace.py`).
+# more than half-width tiles save. The number was measured without the waits of `pace.py`.
 LONG_WORK = gl.constexpr(4400)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ....runtime.gluon import OBSTACLE, registers
 from ....runtime.launch import Launch
-from ....runtime.triton import triton
+from ....runtime.triton import cdiv
 from ...arguments.grouped import WgradArguments
 from ...kernel import KernelMetadata, Operand, Status, WarpSpecializedDesign, WgradOperands
 from ..families import WgradKernel, kernel_name, num_programs
@@ -61,8 +61,8 @@ class WarpSpecializedWgrad(WgradKernel):
                 table.order,
                 num_groups,
                 size_n,
-                triton.cdiv(size_k, block_k),
-                triton.cdiv(size_n, block_n),
+                cdiv(size_k, block_k),
+                cdiv(size_n, block_n),
             ),
             {**launch_options(design, "KNR"), **registers(design.gather, 0)},
         )
