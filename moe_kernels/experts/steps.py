@@ -300,9 +300,9 @@ def up_adapter_gradients(
     up_low: Tensor,  # dH @ up_b [R, r]
     topk_weights: Tensor | None = None,  # [T, K]; needed only if `weight_on_input` is set
 ) -> tuple[Tensor, Tensor]:  # dup_a [E, r, D], dup_b transposed [E, r, 2F or F]
-    """Return dup_a = (dH @ up_b)^T @ gather(tokens), and dup_b^T = (gather(tokens) @ up_a^T)^T @ dH. Memory bandwidth
-    bounds these narrow products. Without `weight_on_input`, the first GEMM gathers, because tokens [T, D] fit the L2
-    cache better than rows [R, D]."""
+    """Return the gradient of up_a, (dH @ up_b)^T @ gather(tokens), and the transposed gradient of up_b,
+    (gather(tokens) @ up_a^T)^T @ dH. Memory bandwidth bounds these narrow products. Without `weight_on_input`, the GEMM
+    for up_a gathers the tokens, because tokens [T, D] fit the L2 cache better than rows [R, D]."""
     if experts.weight_on_input:
         dup_a = rows.wgrad(up_low, rows.permute(tokens, topk_weights))
     else:

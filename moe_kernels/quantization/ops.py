@@ -98,7 +98,7 @@ def pack_rows(
     """Return the results of `quantize_rows` in one tensor for sending. A row holds its numbers, then its scales.
 
     The tensor has the dtype of `rows`, so that autograd accepts the tensor. The elements have no meaning as numbers of
-    this dtype. A row of W elements takes `packed_width(K)` bytes.
+    this dtype. The W elements of a row take `packed_width(K)` bytes, K being the number of columns of `rows`.
     """
     if choose("pack_rows", implementation, rows) == "triton":
         return _pack_rows_op(rows)

@@ -29,8 +29,8 @@ def ranked(logits):
 
 @triton.jit
 def key(logits):
-    """Return int32 keys in the order of the logits. -inf maps above -(2**31), the key of experts that are already
-    chosen or do not exist."""
+    """Return int32 keys: a larger logit has a larger key. Even the key of -inf is above -(2**31), the key of experts
+    that are already chosen or do not exist."""
     return ordered(ranked(logits).to(tl.int32, bitcast=True))
 
 

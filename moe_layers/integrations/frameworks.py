@@ -1,4 +1,4 @@
-"""Enables models for training frameworks. Refuses models in which another kernel computes some of the experts."""
+"""Calls `enable` on the models of training frameworks. Refuses a model if other code computes some experts."""
 
 from __future__ import annotations
 

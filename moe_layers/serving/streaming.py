@@ -81,7 +81,7 @@ class _Stream:
                 yield name, tensor.contiguous()
 
     def _of_model(self, values: list[Value]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of one layer of the model, except those of `MoEFeedForward` layers."""
+        """Yield the tensors of one decoder layer, except those of the `MoEFeedForward` in it."""
         held: dict[str, Tensor] = {value.name: value.read() for value in values if value.experts is None}
         if self.config is None:
             yield from held.items()

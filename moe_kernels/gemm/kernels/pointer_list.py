@@ -136,8 +136,8 @@ class PointerArrayGemm(GroupedGemmListKernel):
 
 # Designs of each dtype: (tile, warps, stages, numbers of programs per SM, alignment in bytes). Each number of programs
 # per SM makes one kernel. Among kernels of equal cost, `rule.py` takes the first kernel. Every tile fits into the
-# smallest shared memory of a supported GPU. Designs without alignment (1 byte) keep one address per element in
-# registers, which are too few for the addresses of a large tile.
+# smallest shared memory of a supported GPU. Kernels for operands of any alignment (1 byte) load single elements. These
+# kernels keep an address per element in registers, so their tiles must be small.
 _DESIGNS = {
     dtype: [((128, 128, 64), 8, 3, (1, 4), 16), ((64, 64, 64), 4, 3, (4, 2, 16), 16), ((64, 64, 32), 8, 3, (2,), 1)]
     for dtype in (torch.bfloat16, torch.float16)

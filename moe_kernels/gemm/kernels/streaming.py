@@ -84,7 +84,7 @@ def _streaming_kernel(
     EVEN_K: tl.constexpr,
     ZERO_TAIL: tl.constexpr,
     FORWARD: tl.constexpr,  # activation, or None
-    TABLE_ROWS: tl.constexpr,  # number of rows of a tile of the table
+    TABLE_ROWS: tl.constexpr,  # number of rows per tile in the tile table
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

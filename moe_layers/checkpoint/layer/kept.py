@@ -1,8 +1,8 @@
 """Reads and writes experts that keep the bytes of a quantised checkpoint: `from_checkpoint(keep_quantized=True)`.
 
-A quantised matrix consists of numbers and scales, two matrices with the same layout. One `Key` describes the layout of
-both matrices on disk. An FP8 scale belongs to a block of rows and columns. If matrices on disk are transposed, blocks
-must therefore be square. Gate and up must each consist of whole blocks of rows.
+A quantised matrix consists of a matrix of numbers and a smaller one of scales. One `Key` describes the layout of both
+on disk. An FP8 scale belongs to a block of rows and columns. Transposing the matrix also transposes its blocks, so
+blocks must be square if matrices on disk are transposed. Gate and up must each consist of whole blocks of rows.
 """
 
 from __future__ import annotations

@@ -120,7 +120,8 @@ def _match(
 def _misfits(
     block: Block, described: dict[str, Stored], layout: Layout, sizes: Sizes, num_zero_experts: int
 ) -> list[str]:
-    """Return errors for missing, wrongly sized and left-over tensors. Only gate and up may include zero experts."""
+    """Return errors for missing, wrongly sized and left-over tensors. Only the tensors of gate and up may
+    also hold the weights of zero-computation experts."""
     wrong = []
     with_zero_experts = replace(sizes, num_experts=sizes.num_experts + num_zero_experts)
     for key in layout.select(bias=_has_bias(block, layout)):

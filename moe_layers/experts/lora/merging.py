@@ -154,7 +154,7 @@ def _keep_base(experts: Any, projections: list[str], names: list[str]) -> Unmerg
 
 @torch.no_grad()
 def unmerge_lora(layer: nn.Module) -> None:
-    """Undo `merge_lora(keep_base=True)`: restore the weights bit by bit, and the adapters.
+    """Undo `merge_lora(keep_base=True)`: restore the adapters, and the exact weights from before the merge.
 
     Raises:
         ValueError: the last merge did not set `keep_base`, or the weights were sharded or converted after the merge.

@@ -43,15 +43,16 @@ def _pieces(epilogue: str | None) -> int:
 
 @functools.cache
 def band_height(least: int, num_column_tiles: int, num_programs: int) -> int:
-    """Return the best height of a band, from `least` to 2 * `least` row tiles, if the last column tile has half width.
+    """Return the height of a band, from `least` to 2 * `least` row tiles, that spreads half-width tiles most evenly.
 
-    A band is a set of adjacent row tiles, computed column by column. A band's last column tiles follow one another.
-    Every num_programs-th tile goes to the same program. With most heights, some programs get many last column tiles and
-    other programs get none. Programs with many last column tiles run ahead. The L2 cache then drops data before the
-    slower programs read the data.
+    A band is a set of adjacent row tiles, computed column by column. The tiles of the last column have half the width,
+    and those of one band are computed one after another. Every num_programs-th tile goes to the same program. With most
+    heights, some programs get many half-width tiles and other programs none. The former run ahead of the latter, and
+    the L2 cache drops data before the slower programs read the data.
 
-    Let `step` be the gcd of num_programs and the number of tiles in a band. Bands begin equally often at every program
-    whose number is a multiple of `step`. If `step` divides the height, all programs get equally many last column tiles.
+    Let `step` be the gcd of num_programs and the number of tiles in a band. The first tiles of the bands go to the
+    programs whose numbers are multiples of `step`, to each equally often. If `step` divides the height, all programs
+    get equally many half-width tiles.
     """
 
     def unevenness(height: int) -> float:

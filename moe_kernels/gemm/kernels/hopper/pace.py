@@ -25,7 +25,8 @@ from .ring import PRODUCER_THREADS
 PASSED = gl.constexpr(2)  # PASSED and RUNNING are indices of counters in `num_tiles`
 RUNNING = gl.constexpr(3)
 
-# Means that no count was read. The number is below all counts that `keep_pace` waits for, so `keep_pace` reads one.
+# Value of `passed` before any count was read. It is below every count that `keep_pace` waits for, so that `keep_pace`
+# reads the count.
 NOT_READ = gl.constexpr(-0x40000000)
 
 # PTX hides the branches from Triton. If Triton 3.8 sees a producer branch on a run-time value, it computes more values

@@ -161,7 +161,8 @@ def joined(left, right):
 
 @gluon.jit
 def packed(value):
-    """Pack neighbouring 16-bit columns into 32-bit values. As in `pinned`, assembly keeps the packing in place."""
+    """Pack neighbouring 16-bit columns into 32-bit values. Inline assembly prevents the compiler from moving the
+    packing to another point of the program (see `pinned`)."""
     left, right = value.to(gl.int16, bitcast=True).reshape(value.shape[0], value.shape[1] // 2, 2).split()
     return gl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=False, pack=1

@@ -79,7 +79,7 @@ def _mma_order(rows, CHUNKS: gl.constexpr, FORM: gl.constexpr):
     ROWS: gl.constexpr = rows.shape[0]
     if FORM == "mxfp4":  # a word holds 8 values; values j and j + 4 are pair j
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 4).permute(0, 1, 3, 5, 2, 4)
-    else:  # a word holds 4 values; neighbouring values are a pair
+    else:  # a word holds 4 values; values 2 * j and 2 * j + 1 are pair j
         ordered = rows.reshape(ROWS, CHUNKS, 4, 4, 2, 2).permute(0, 1, 3, 4, 2, 5)
     return ordered.reshape(ROWS, rows.shape[1])
 
