@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..activation.functions import exp_negative
-from ..runtime.launch import launch_kernel, with_strides
+from ..runtime.launch import launch_kernel
 from ..runtime.registered_ops import registered_op
 from ..runtime.triton import cdiv, next_power_of_2, tl, triton
 from .linear import empty_dlogits, store_gradient
@@ -33,7 +33,8 @@ def launch_topk(
         launch_kernel(
             _topk_kernel,
             (cdiv(num_tokens, block_t),),
-            *with_strides(logits),
+            logits,
+            logits.stride(),
             topk_experts,
             topk_weights,
             num_tokens,
@@ -139,8 +140,10 @@ def topk_backward_op(
         launch_kernel(
             _topk_backward_kernel,
             (cdiv(num_tokens, block_t),),
-            *with_strides(logits),
-            *with_strides(dlogits_direct),
+            logits,
+            (0, 0) if logits is None else logits.stride(),
+            dlogits_direct,
+            (0, 0) if dlogits_direct is None else dlogits_direct.stride(),
             topk_experts.contiguous(),  # saved-tensor hooks may have changed strides
             topk_weights.contiguous(),
             dweights.contiguous(),
