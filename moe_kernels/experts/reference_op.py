@@ -87,7 +87,8 @@ def _run_by_token(
     wide = [widened(tensor) if summed else tensor for tensor, summed in zip(shared, is_summed, strict=True)]
 
     def run(token: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor]:
-        given = [to if to is tensor else _Narrowed.apply(to, tensor) for to, tensor in zip(wide, shared, strict=True)]
+        pairs = zip(wide, shared, strict=True)
+        given = [tensor if copy is tensor else _Narrowed.apply(copy, tensor) for copy, tensor in pairs]
         up, down, b_up, b_down, *factors = given
         settings = options | {"b_up": b_up, "b_down": b_down}
         if adapters is not None:
